@@ -256,9 +256,10 @@ class Stub:
                 if any(kind.startswith("Literal") for kind in kinds):
                     forms.append(({param: "bool"}, " | ".join(dict.fromkeys(kinds.values()))))
         overload = "@overload\n" if len(forms) > 1 else ""
-        for decided, returns in forms:
+        for number, (decided, returns) in enumerate(forms):
             listed = self.with_call(op, decided)
-            doc = docstring(op.reference, listed, returns, example(name, decided), patterns(op))
+            doc = (docstring(op.reference, listed, returns, example(name, decided), patterns(op))
+                   if number == 0 else overload_docstring(name, decided, returns))
             self.written.append(f"{overload}{header(name, listed, returns)}\n{doc}\n")
 
     def with_call(self, op: Op, decided: Mapping[str, str] = {}) -> list[str]:
@@ -401,6 +402,16 @@ def docstring(function: Any, params: list[str], returns: str, shown_use: str,
     quotes = 'r"""' if any("\\" in line for line in lines) else '"""'
     return "\n".join([f"    {quotes}{first}", *(f"    {line}".rstrip() for line in rest),
                       '    """'])
+
+
+def overload_docstring(name: str, decided: Mapping[str, str], returns: str) -> str:
+    """Only what differs from the first overload, whose docstring describes the operation."""
+    [(param, kind)] = decided.items()
+    lines = [f'    """The overload for `{param}: {kind}`; the first one describes the operation.',
+             "", f"    Returns: {returns}"]
+    if kind != "bool":                         # the two literals have shown both calls
+        lines += ["", "    Example:", textwrap.indent(example(name, decided), "        ")]
+    return "\n".join([*lines, '    """'])
 
 
 # The files

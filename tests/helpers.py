@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.cli import main
 from layerzero.dispatch import facts as reading
 from layerzero.dispatch import native
 from layerzero.dispatch.dispatcher import dispatchers
@@ -36,6 +37,12 @@ from layerzero.world import snapshot as worlds
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]
+# the pytestmark of a file whose tests need CUDA itself, not ROCm
+NVIDIA_ONLY = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +64,12 @@ def world():
                    "end of a test")
     incidents._faults.clear()
     events.reset()
-    for found in dispatchers.values():
-        found.ledger.fallbacks.clear()
+    for dispatcher in dispatchers.values():
+        dispatcher.ledger.fallbacks.clear()
 
 
 @pytest.fixture
-def happened(world):
+def emitted(world):
     """Every event of the test, in order."""
     seen: list = []
     stop = lz.subscribe(seen.append)
@@ -126,7 +133,7 @@ def register(*fakes: Fake) -> None:
         lz.register(fake.kernel)
 
 
-def only(*patterns: str, op: str = "*") -> None:
+def allow_only(*patterns: str, op: str = "*") -> None:
     """From now on just these kernels may serve: not even the reference."""
     ids = [k.id for k in worlds.current().catalog.kernels if k.id not in patterns]
     lz.configure(rules=(lz.PolicyRule.of("deny", ids, op),))
@@ -140,7 +147,7 @@ def outcome(fn, call):
         return "raised", type(e), str(e)
 
 
-def same(a, b):
+def same_outcome(a, b):
     """Are these outcomes equal, in every bit of a tensor and every word of an error?"""
     if a[0] != b[0] or a[0] == "raised":
         return a == b
@@ -162,7 +169,7 @@ def faults_of(kernel: str) -> int:
     return incidents.faults_of(kernel, dispatcher_of(op.name).calls_of(kernel))[0]
 
 
-def cool(group: str) -> None:
+def end_cooldown(group: str) -> None:
     """Ends the cooling of a breaker now, however long it was to last; the clock does the rest."""
     def ended(world):
         breaker = replace(world.health[group], until=time.monotonic())
@@ -174,16 +181,16 @@ def cool(group: str) -> None:
 def wait_for(condition: Callable[[], object], seconds: float = 150.0) -> object:
     """What `condition` gives once it holds; the test fails if it never does."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, (
             f"not within {seconds} s: {inspect.getsource(condition).strip()}")
         time.sleep(0.005)
     # if that was a new world, every op has taken it over after this
     worlds.call_with_current(lambda world: None)
-    return found
+    return result
 
 
-def of(kind: type, events: list) -> list:
+def events_of(kind: type, events: list) -> list:
     return [e for e in events if isinstance(e, kind)]
 
 
@@ -191,7 +198,7 @@ def rows(n: int = 3, hidden: int = 16, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def normed(x: torch.Tensor) -> torch.Tensor:
+def normalized(x: torch.Tensor) -> torch.Tensor:
     return RMS_NORM.reference(x)
 
 
@@ -230,8 +237,8 @@ def policy(*rules: lz.PolicyRule, **settings) -> Policy:
 
 def path_of(op: Op | str, path: str) -> Callable:
     """The public function of an op by its native or by its Python path."""
-    found = dispatcher_of(op if isinstance(op, str) else op.name)
-    return found.python_call if path == "python" else found.public
+    dispatcher = dispatcher_of(op if isinstance(op, str) else op.name)
+    return dispatcher.python_call if path == "python" else dispatcher.public
 
 
 def python(code: str, *, timeout: float = 240.0, **environ: str) -> str:
@@ -245,6 +252,14 @@ def python(code: str, *, timeout: float = 240.0, **environ: str) -> str:
                           text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def run_lz(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Runs the command `lz` in this process; its exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
 
 
 def triton_interpreter_works() -> bool:

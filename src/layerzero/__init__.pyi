@@ -806,8 +806,8 @@ def tune(
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
     mode      eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is
-              measured apart and
-              decides the calls that are made in it; by default eager, and on a GPU captured too
+              measured apart and decides the calls that are made in it; by default eager, and on a
+              GPU captured too
     cold      eager calls with cold caches, instead of back to back in a loop
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
@@ -1091,33 +1091,7 @@ def attention(
     layout: Literal["bhsd", "bshd", "auto"] = "bhsd", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention.
-
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
-    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
-    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
-    for all.
-    alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
-    return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
-
-    Args:
-        query (Tensor): batch heads seq_q head_dim
-        key (Tensor): batch kv_heads seq_k head_dim
-        value (Tensor): batch kv_heads seq_k head_dim_v
-        attn_mask (Tensor | None): ~batch ~heads ~seq_q ~seq_k
-        dropout_p (float)
-        is_causal (bool)
-        scale (float | None)
-        enable_gqa (bool)
-        causal_align (Literal["top_left", "bottom_right"] | None)
-        window_left (int)
-        window_right (int)
-        alibi_slopes (Tensor | None): heads
-        softcap (float)
-        return_lse (Literal[True])
-        layout (Literal["bhsd", "bshd", "auto"])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -1141,42 +1115,9 @@ def attention(
     layout: Literal["bhsd", "bshd", "auto"] = "bhsd", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention.
-
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
-    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
-    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
-    for all.
-    alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
-    return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
-
-    Args:
-        query (Tensor): batch heads seq_q head_dim
-        key (Tensor): batch kv_heads seq_k head_dim
-        value (Tensor): batch kv_heads seq_k head_dim_v
-        attn_mask (Tensor | None): ~batch ~heads ~seq_q ~seq_k
-        dropout_p (float)
-        is_causal (bool)
-        scale (float | None)
-        enable_gqa (bool)
-        causal_align (Literal["top_left", "bottom_right"] | None)
-        window_left (int)
-        window_right (int)
-        alibi_slopes (Tensor | None): heads
-        softcap (float)
-        return_lse (bool)
-        layout (Literal["bhsd", "bshd", "auto"])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.attention(
-            torch.randn(2, 4, 64, 8),
-            torch.randn(2, 4, 64, 8),
-            torch.randn(2, 4, 64, 8),
-        )
     """
 
 
@@ -1220,21 +1161,7 @@ def causal_conv1d(
     activation: Literal["silu"] | None = None, return_final_states: Literal[True],
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, channels, seq), with return_final_states also the last tokens.
-
-    x: (batch, channels, seq). weight: (channels, width). initial_states: the tokens before x,
-    (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
-    width - 1.
-
-    Args:
-        x (Tensor): batch channels seq
-        weight (Tensor): channels width
-        bias (Tensor | None): channels
-        initial_states (Tensor | None): batch channels state_len
-        activation (Literal["silu"] | None)
-        return_final_states (Literal[True])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_final_states: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -1254,31 +1181,9 @@ def causal_conv1d(
     activation: Literal["silu"] | None = None, return_final_states: bool = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, channels, seq), with return_final_states also the last tokens.
-
-    x: (batch, channels, seq). weight: (channels, width). initial_states: the tokens before x,
-    (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
-    width - 1.
-
-    Args:
-        x (Tensor): batch channels seq
-        weight (Tensor): channels width
-        bias (Tensor | None): channels
-        initial_states (Tensor | None): batch channels state_len
-        activation (Literal["silu"] | None)
-        return_final_states (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_final_states: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.causal_conv1d(
-            torch.randn(2, 24, 9),
-            torch.randn(24, 4),
-            bias=torch.randn(24),
-            activation="silu",
-        )
     """
 
 
@@ -1423,25 +1328,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
-
-    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
-    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
-    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
-    are divided by their norm first.
-
-    Args:
-        q (Tensor): batch seq heads head_dim
-        k (Tensor): batch seq heads head_dim
-        v (Tensor): batch seq value_heads value_dim
-        g (Tensor): batch seq value_heads
-        beta (Tensor): batch seq value_heads
-        scale (float | None)
-        initial_state (Tensor | None): batch value_heads head_dim value_dim
-        output_final_state (Literal[True])
-        use_qk_l2norm_in_kernel (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `output_final_state: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -1465,36 +1352,9 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
-
-    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
-    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
-    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
-    are divided by their norm first.
-
-    Args:
-        q (Tensor): batch seq heads head_dim
-        k (Tensor): batch seq heads head_dim
-        v (Tensor): batch seq value_heads value_dim
-        g (Tensor): batch seq value_heads
-        beta (Tensor): batch seq value_heads
-        scale (float | None)
-        initial_state (Tensor | None): batch value_heads head_dim value_dim
-        output_final_state (bool)
-        use_qk_l2norm_in_kernel (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `output_final_state: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.gated_delta_rule(
-            torch.randn(2, 7, 2, 16),
-            torch.randn(2, 7, 2, 16),
-            torch.randn(2, 7, 2, 16),
-            torch.randn(2, 7, 2),
-            torch.rand(2, 7, 2),
-        )
     """
 
 
@@ -1583,35 +1443,7 @@ def grouped_attention(
     chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
-    shared arguments.
-
-    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
-    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
-    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
-    max_seqlen_q, max_seqlen_k: at least the largest n and m.
-    is_causal and windows are relative to the last query, which is aligned with the last key.
-    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
-    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
-    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
-
-    Args:
-        query (Tensor): tokens_q heads head_dim
-        key (Tensor): tokens_k kv_heads head_dim
-        value (Tensor): tokens_k kv_heads head_dim_v
-        items (Tensor): n_items 4
-        max_seqlen_q (int)
-        max_seqlen_k (int)
-        is_causal (bool)
-        scale (float | None)
-        window_left (int)
-        window_right (int)
-        softcap (float)
-        return_lse (Literal[True])
-        chunk_starts (Tensor | None): n_items chunks
-        chunk_lengths (Tensor | None): n_items
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -1636,48 +1468,9 @@ def grouped_attention(
     chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
-    shared arguments.
-
-    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
-    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
-    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
-    max_seqlen_q, max_seqlen_k: at least the largest n and m.
-    is_causal and windows are relative to the last query, which is aligned with the last key.
-    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
-    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
-    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
-
-    Args:
-        query (Tensor): tokens_q heads head_dim
-        key (Tensor): tokens_k kv_heads head_dim
-        value (Tensor): tokens_k kv_heads head_dim_v
-        items (Tensor): n_items 4
-        max_seqlen_q (int)
-        max_seqlen_k (int)
-        is_causal (bool)
-        scale (float | None)
-        window_left (int)
-        window_right (int)
-        softcap (float)
-        return_lse (bool)
-        chunk_starts (Tensor | None): n_items chunks
-        chunk_lengths (Tensor | None): n_items
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.grouped_attention(
-            torch.randn(29, 4, 32),
-            torch.randn(46, 2, 32),
-            torch.randn(46, 2, 32),
-            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
-            16,
-            40,
-            is_causal=True,
-        )
     """
 
 
@@ -1834,28 +1627,7 @@ def mamba_chunk_scan(
     return_final_states: Literal[True], backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, seq, heads, head_dim), with return_final_states also S.
-
-    x, z: (batch, seq, heads, head_dim). dt: (batch, seq, heads). A, D, dt_bias: (heads,). B, C:
-    (batch, seq, groups, state_dim). initial_states: (batch, heads, head_dim, state_dim), zeros by
-    default. dt_min, dt_max: dt is kept between them. z: the outputs are multiplied by silu(z).
-
-    Args:
-        x (Tensor): batch seq heads head_dim
-        dt (Tensor): batch seq heads
-        A (Tensor): heads
-        B (Tensor): batch seq groups state_dim
-        C (Tensor): batch seq groups state_dim
-        D (Tensor | None): heads
-        z (Tensor | None): batch seq heads head_dim
-        dt_bias (Tensor | None): heads
-        initial_states (Tensor | None): batch heads head_dim state_dim
-        dt_softplus (bool)
-        dt_min (float)
-        dt_max (float | None)
-        return_final_states (Literal[True])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_final_states: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -1886,42 +1658,9 @@ def mamba_chunk_scan(
     return_final_states: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the outputs (batch, seq, heads, head_dim), with return_final_states also S.
-
-    x, z: (batch, seq, heads, head_dim). dt: (batch, seq, heads). A, D, dt_bias: (heads,). B, C:
-    (batch, seq, groups, state_dim). initial_states: (batch, heads, head_dim, state_dim), zeros by
-    default. dt_min, dt_max: dt is kept between them. z: the outputs are multiplied by silu(z).
-
-    Args:
-        x (Tensor): batch seq heads head_dim
-        dt (Tensor): batch seq heads
-        A (Tensor): heads
-        B (Tensor): batch seq groups state_dim
-        C (Tensor): batch seq groups state_dim
-        D (Tensor | None): heads
-        z (Tensor | None): batch seq heads head_dim
-        dt_bias (Tensor | None): heads
-        initial_states (Tensor | None): batch heads head_dim state_dim
-        dt_softplus (bool)
-        dt_min (float)
-        dt_max (float | None)
-        return_final_states (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_final_states: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.mamba_chunk_scan(
-            torch.randn(2, 7, 4, 8),
-            torch.randn(2, 7, 4),
-            torch.randn(4),
-            torch.randn(2, 7, 2, 16),
-            torch.randn(2, 7, 2, 16),
-            D=torch.rand(4),
-            dt_bias=torch.randn(4),
-            dt_softplus=True,
-        )
     """
 
 
@@ -2004,29 +1743,7 @@ def mla_paged_attention(
     scale: float, max_seqlen_q: int | None = None, return_lse: Literal[True],
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
-    the page table.
-
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv),
-    kpe_cache: (pages, page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the
-    head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
-    for base 2).
-
-    Args:
-        q_nope (Tensor): tokens heads head_dim_ckv
-        q_pe (Tensor): tokens heads head_dim_kpe
-        ckv_cache (Tensor): pages page_size head_dim_ckv
-        kpe_cache (Tensor): pages page_size head_dim_kpe
-        block_table (Tensor): batch max_pages
-        context_lens (Tensor): batch
-        cu_seqlens_q (Tensor | None): boundaries
-        is_causal (bool)
-        scale (float)
-        max_seqlen_q (int | None)
-        return_lse (Literal[True])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -2053,44 +1770,9 @@ def mla_paged_attention(
     scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
-    the page table.
-
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv),
-    kpe_cache: (pages, page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the
-    head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
-    for base 2).
-
-    Args:
-        q_nope (Tensor): tokens heads head_dim_ckv
-        q_pe (Tensor): tokens heads head_dim_kpe
-        ckv_cache (Tensor): pages page_size head_dim_ckv
-        kpe_cache (Tensor): pages page_size head_dim_kpe
-        block_table (Tensor): batch max_pages
-        context_lens (Tensor): batch
-        cu_seqlens_q (Tensor | None): boundaries
-        is_causal (bool)
-        scale (float)
-        max_seqlen_q (int | None)
-        return_lse (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.mla_paged_attention(
-            torch.randn(3, 4, 64),
-            torch.randn(3, 4, 16),
-            torch.randn(8, 16, 64),
-            torch.randn(8, 16, 16),
-            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
-            torch.tensor([24, 24, 24], dtype=torch.int32),
-            is_causal=True,
-            scale=0.125,
-            max_seqlen_q=1,
-        )
     """
 
 
@@ -2256,35 +1938,7 @@ def paged_attention(
     kv_layout: Literal["NHD", "HND"] = "NHD", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a paged KV cache; see lz.attention for the shared arguments.
-
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
-    new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
-    is_causal and window_left are relative to the last query, which is aligned with the last key.
-    key_scale, value_scale: factors of the stored values, one number or one per KV head.
-    max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
-    for base 2).
-
-    Args:
-        query (Tensor): tokens heads head_dim
-        key_cache (Tensor): pages page_size kv_heads head_dim
-        value_cache (Tensor): pages page_size kv_heads head_dim_v
-        block_table (Tensor): batch max_pages
-        context_lens (Tensor): batch
-        cu_seqlens_q (Tensor | None): boundaries
-        is_causal (bool)
-        scale (float | None)
-        window_left (int)
-        softcap (float)
-        key_scale (Tensor | None): ~kv_heads
-        value_scale (Tensor | None): ~kv_heads
-        max_seqlen_q (int | None)
-        return_lse (Literal[True])
-        kv_layout (Literal["NHD", "HND"])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -2312,48 +1966,9 @@ def paged_attention(
     kv_layout: Literal["NHD", "HND"] = "NHD", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a paged KV cache; see lz.attention for the shared arguments.
-
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
-    new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
-    is_causal and window_left are relative to the last query, which is aligned with the last key.
-    key_scale, value_scale: factors of the stored values, one number or one per KV head.
-    max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
-    for base 2).
-
-    Args:
-        query (Tensor): tokens heads head_dim
-        key_cache (Tensor): pages page_size kv_heads head_dim
-        value_cache (Tensor): pages page_size kv_heads head_dim_v
-        block_table (Tensor): batch max_pages
-        context_lens (Tensor): batch
-        cu_seqlens_q (Tensor | None): boundaries
-        is_causal (bool)
-        scale (float | None)
-        window_left (int)
-        softcap (float)
-        key_scale (Tensor | None): ~kv_heads
-        value_scale (Tensor | None): ~kv_heads
-        max_seqlen_q (int | None)
-        return_lse (bool)
-        kv_layout (Literal["NHD", "HND"])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.paged_attention(
-            torch.randn(3, 4, 32),
-            torch.randn(8, 16, 2, 32),
-            torch.randn(8, 16, 2, 32),
-            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
-            torch.tensor([24, 24, 24], dtype=torch.int32),
-            is_causal=True,
-            max_seqlen_q=1,
-        )
     """
 
 
@@ -2495,24 +2110,7 @@ def rope(
     rotary_dim: int | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """Returns (q, k) with each pair rotated by its token's angle; q alone if k is None.
-
-    cos, sin: (seq, rotary_dim / 2), or with a leading batch, or tables that position_ids (batch,
-    seq) index.
-    style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
-    rotary_dim: how many elements of a head are rotated, by default all.
-
-    Args:
-        q (Tensor): *batch heads seq head_dim
-        k (None): *batch kv_heads seq head_dim
-        cos (Tensor): *cos_batch positions half
-        sin (Tensor): *cos_batch positions half
-        position_ids (Tensor | None): *ids_batch seq
-        style (Literal["rotate_half", "interleaved"])
-        layout (Literal["bhsd", "bshd"])
-        rotary_dim (int | None)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `k: None`; the first one describes the operation.
 
     Returns: Tensor
 
@@ -2784,30 +2382,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None, return_lse: Literal[True], backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over packed sequences; see lz.attention for the shared arguments.
-
-    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
-    lz.merge_attention merges results over disjoint keys by it.
-
-    Args:
-        query (Tensor): tokens_q heads head_dim
-        key (Tensor): tokens_k kv_heads head_dim
-        value (Tensor): tokens_k kv_heads head_dim_v
-        cu_seqlens_q (Tensor): boundaries
-        cu_seqlens_k (Tensor): boundaries
-        max_seqlen_q (int)
-        max_seqlen_k (int)
-        is_causal (bool)
-        scale (float | None)
-        causal_align (Literal["top_left", "bottom_right"] | None)
-        window_left (int)
-        window_right (int)
-        softcap (float)
-        dropout_p (float)
-        alibi_slopes (Tensor | None): heads
-        return_lse (Literal[True])
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: Literal[True]`; the first one describes the operation.
 
     Returns: tuple[Tensor, Tensor]
 
@@ -2834,41 +2409,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over packed sequences; see lz.attention for the shared arguments.
-
-    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
-    lz.merge_attention merges results over disjoint keys by it.
-
-    Args:
-        query (Tensor): tokens_q heads head_dim
-        key (Tensor): tokens_k kv_heads head_dim
-        value (Tensor): tokens_k kv_heads head_dim_v
-        cu_seqlens_q (Tensor): boundaries
-        cu_seqlens_k (Tensor): boundaries
-        max_seqlen_q (int)
-        max_seqlen_k (int)
-        is_causal (bool)
-        scale (float | None)
-        causal_align (Literal["top_left", "bottom_right"] | None)
-        window_left (int)
-        window_right (int)
-        softcap (float)
-        dropout_p (float)
-        alibi_slopes (Tensor | None): heads
-        return_lse (bool)
-        backend (str | None)
-        policy (Mapping[str, Any] | Layer | None)
+    """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
-
-    Example:
-        out = lz.varlen_attention(
-            torch.randn(15, 4, 64),
-            torch.randn(15, 4, 64),
-            torch.randn(15, 4, 64),
-            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
-            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
-            12,
-            12,
-        )
     """

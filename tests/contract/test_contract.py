@@ -61,8 +61,8 @@ def here(kernel: Kernel) -> str:
              **read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))}
     device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
                     <= {"device", "isa"}]
-    found = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
-    return "" if found is None else str(found)
+    outcome = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
+    return "" if outcome is None else str(outcome)
 
 
 def grid() -> list[Any]:
@@ -94,9 +94,9 @@ def _refused(kernel: Kernel, case: dict[str, Any], dtype: str) -> bool:
     key = kernel.op.name, repr(case), dtype
     if key not in _VALUES:
         _VALUES[key] = case_values(kernel.op, case, dtype)
-    found = bool(refusals(kernel, _VALUES[key]))
-    _REFUSED[kernel.id] = _REFUSED.get(kernel.id, 0) + found
-    return found
+    refused = bool(refusals(kernel, _VALUES[key]))
+    _REFUSED[kernel.id] = _REFUSED.get(kernel.id, 0) + refused
+    return refused
 
 
 GRID = grid()

@@ -122,12 +122,12 @@ class Library:
 def main() -> None:
     library, task = Library(Path(sys.argv[1])), sys.argv[2]
     if task == "compute":
-        asked = json.load(sys.stdin)
-        x = array("f", base64.b64decode(asked["x"]))
-        blocks = library.quantize(asked["format"], x, asked["width"])
+        request = json.load(sys.stdin)
+        x = array("f", base64.b64decode(request["x"]))
+        blocks = library.quantize(request["format"], x, request["width"])
         json.dump({"blocks": base64.b64encode(blocks).decode(),
-                   "values": base64.b64encode(library.values(asked["format"], blocks)).decode(),
-                   "products": library.products(asked["format"], blocks, x, asked["width"])},
+                   "values": base64.b64encode(library.values(request["format"], blocks)).decode(),
+                   "products": library.products(request["format"], blocks, x, request["width"])},
                   sys.stdout)
         return
     formats = {}

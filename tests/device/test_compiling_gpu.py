@@ -8,19 +8,15 @@ import threading
 
 import pytest
 import torch
-from helpers import happened, of, world
+from helpers import NVIDIA_ONLY, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling
 from layerzero.spec.event import CompileQueued, CompileSkipped, KernelRefused
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 def decode(keys: int, dim: int = 128) -> list[torch.Tensor]:
@@ -29,20 +25,20 @@ def decode(keys: int, dim: int = 128) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kernel", ["cuda.attention_decode", "triton.attention_decode"])
-def test_our_kernels_take_over_when_they_are_compiled(happened, kernel):
+def test_our_kernels_take_over_when_they_are_compiled(emitted, kernel):
     if lz.validate("attention", kernel, *decode(700), backend=kernel):
         pytest.skip(f"{kernel} cannot serve here")
     values = decode(700)
     expected = torch.nn.functional.scaled_dot_product_attention(*values, enable_gqa=True)
     with lz.prefer(kernel):
         torch.testing.assert_close(lz.attention(*values), expected, rtol=2e-2, atol=2e-2)
-        assert (compiling.wait(120) and not of(KernelRefused, happened)
-                and not of(CompileSkipped, happened))
+        assert (compiling.wait(120) and not events_of(KernelRefused, emitted)
+                and not events_of(CompileSkipped, emitted))
         assert lz.which("attention", *values) == kernel
         torch.testing.assert_close(lz.attention(*values), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_capture_in_another_thread_is_not_spoilt(happened):
+def test_a_capture_in_another_thread_is_not_spoilt(emitted):
     """Compiling allocates memory, loads modules and waits for its stream, none of which a capture
     may see."""
     stop, captured, errors = threading.Event(), [], []
@@ -82,4 +78,4 @@ def test_a_capture_in_another_thread_is_not_spoilt(happened):
     finally:
         stop.set()
         worker.join(60)
-    assert of(CompileQueued, happened) and captured and not errors
+    assert events_of(CompileQueued, emitted) and captured and not errors

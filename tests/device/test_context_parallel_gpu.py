@@ -50,8 +50,8 @@ def test_forward_and_backward_are_those_of_one_rank(method, dtype):
     outs, got = both(method, shards(tensors), local())
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-4      # relative to the whole tensor
     for parts, want in zip((outs, got[:4], got[4:8], got[8:]), (wanted, *grads)):
-        found = cp.unshard(list(parts), BOUNDS, RANKS).double()
-        assert (found - want).norm() <= limit * want.norm()
+        gathered = cp.unshard(list(parts), BOUNDS, RANKS).double()
+        assert (gathered - want).norm() <= limit * want.norm()
 
 
 @pytest.fixture

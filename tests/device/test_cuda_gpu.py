@@ -144,17 +144,17 @@ def ranks(tmp_path: Path) -> str:
     return str(path)
 
 
-def made(source: str, cluster: int, shared: int = 16) -> compiler.CompiledCuda:
+def compile_ranks(source: str, cluster: int, shared: int = 16) -> compiler.CompiledCuda:
     return compiler.kernel(source, "ranks", (("THREADS", 32),), 32, shared, cluster)
 
 
-def wanted(blocks: int, cluster: int, add: int = 0) -> Tensor:
+def expected_ranks(blocks: int, cluster: int, add: int = 0) -> Tensor:
     block = torch.arange(blocks, device="cuda", dtype=torch.int32).repeat_interleave(32)
     return (block // cluster * cluster + cluster - 1) * 100 + block % cluster + add
 
 
-def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0,
-             device: str = "cuda") -> Tensor:
+def launch(kernel: compiler.CompiledCuda, blocks: int, add: int = 0,
+           device: str = "cuda") -> Tensor:
     out = torch.full((blocks * 32,), -1, dtype=torch.int32, device=device)
     kernel.launch((blocks, 1, 1), PARAMS, out, out.numel(), add)
     return out
@@ -164,68 +164,69 @@ def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0,
 @pytest.mark.parametrize("cluster", [1, 2, 8, 16])
 def test_clusters_of_every_size_and_much_shared_memory(ranks: str, cluster: int,
                                                        shared: int) -> None:
-    kernel = made(ranks, cluster, shared)
-    assert torch.equal(launched(kernel, 48, 5), wanted(48, cluster, 5))
+    kernel = compile_ranks(ranks, cluster, shared)
+    assert torch.equal(launch(kernel, 48, 5), expected_ranks(48, cluster, 5))
     # what was laid out before is not kept
-    assert torch.equal(launched(kernel, 16, -2), wanted(16, cluster, -2))
+    assert torch.equal(launch(kernel, 16, -2), expected_ranks(16, cluster, -2))
 
 
 def test_more_than_the_device_has_is_refused_before_the_launch(ranks: str) -> None:
     with pytest.raises(LaunchRefused, match="shared memory"):
-        launched(made(ranks, 1, 1 << 20), 1)
-    kernel = made(ranks, 1)
+        launch(compile_ranks(ranks, 1, 1 << 20), 1)
+    kernel = compile_ranks(ranks, 1)
     out = torch.zeros(32, dtype=torch.int32, device="cuda")
     with pytest.raises(LaunchRefused, match="grid y"):
         kernel.launch((1, 70000, 1), PARAMS, out, 32, 0)
-    assert torch.equal(launched(kernel, 2), wanted(2, 1))                      # nothing is broken
+    assert torch.equal(launch(kernel, 2),
+                       expected_ranks(2, 1))                      # nothing is broken
 
 
 def test_an_error_of_the_driver_is_a_fault_of_the_kernel(ranks: str) -> None:
     with pytest.raises(RuntimeError, match=r"CUDA error: .*ranks.cu:ranks") as caught:
         # 3 blocks are no clusters of 2
-        launched(made(ranks, 2), 3)
+        launch(compile_ranks(ranks, 2), 3)
     assert faults.classify(caught.value) == "kernel"
-    assert torch.equal(launched(made(ranks, 2), 4), wanted(4, 2))
+    assert torch.equal(launch(compile_ranks(ranks, 2), 4), expected_ranks(4, 2))
 
 
 def test_a_kernel_that_is_not_there_is_named(ranks: str) -> None:
     absent = compiler.kernel(ranks, "absent", (("THREADS", 32),), 32)
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_FOUND.*ranks.cu:absent"):
-        launched(absent, 1)
+        launch(absent, 1)
 
 
 def test_a_graph_holds_the_launch_and_its_parameters(ranks: str) -> None:
-    kernel = made(ranks, 4)
-    launched(kernel, 8)
+    kernel = compile_ranks(ranks, 4)
+    launch(kernel, 8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [launched(kernel, 8, add) for add in range(3)]
+        outs = [launch(kernel, 8, add) for add in range(3)]
     # other parameters, after the capture
-    launched(kernel, 4, 99)
+    launch(kernel, 4, 99)
     for out in outs:
         out.zero_()
     graph.replay()
     torch.cuda.synchronize()
     for add, out in enumerate(outs):
-        assert torch.equal(out, wanted(8, 4, add))
+        assert torch.equal(out, expected_ranks(8, 4, add))
 
 
 def test_a_kernel_may_be_compiled_and_loaded_while_a_graph_is_captured(ranks: str) -> None:
     torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launched(made(ranks, 8), 8, 3)
+        out = launch(compile_ranks(ranks, 8), 8, 3)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, wanted(8, 8, 3))
+    assert torch.equal(out, expected_ranks(8, 8, 3))
 
 
 def test_another_thread_may_load_while_a_graph_is_captured(ranks: str) -> None:
     """Captures are jealous of the whole process: an unsafe call of any thread would end this one.
     """
-    loading, graph = made(ranks, 2), torch.cuda.CUDAGraph()
-    kernel = made(ranks, 4)
-    launched(kernel, 4)
+    loading, graph = compile_ranks(ranks, 2), torch.cuda.CUDAGraph()
+    kernel = compile_ranks(ranks, 4)
+    launch(kernel, 4)
     faulty: list[BaseException] = []
 
     def load() -> None:
@@ -236,38 +237,38 @@ def test_another_thread_may_load_while_a_graph_is_captured(ranks: str) -> None:
             faulty.append(e)
 
     with torch.cuda.graph(graph):
-        out = launched(kernel, 4, 1)
+        out = launch(kernel, 4, 1)
         other = threading.Thread(target=load)
         other.start()
         other.join()
     graph.replay()
     torch.cuda.synchronize()
-    assert not faulty and torch.equal(out, wanted(4, 4, 1))
+    assert not faulty and torch.equal(out, expected_ranks(4, 4, 1))
 
 
 def test_the_current_stream_is_used(ranks: str) -> None:
-    kernel, stream = made(ranks, 2), torch.cuda.Stream()
-    launched(kernel, 2)
+    kernel, stream = compile_ranks(ranks, 2), torch.cuda.Stream()
+    launch(kernel, 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
-        out = launched(kernel, 64, 7)
+        out = launch(kernel, 64, 7)
         begun = stream.query()
     # it waits behind what that stream does
     assert not begun
     stream.synchronize()
-    assert torch.equal(out, wanted(64, 2, 7))
+    assert torch.equal(out, expected_ranks(64, 2, 7))
 
 
 def test_threads_launch_the_same_kernel_at_once(ranks: str) -> None:
     """New threads, which have no context yet; each with its own grid and parameters."""
-    kernel = made(ranks, 2)
-    want = {n: [wanted(2 * n, 2, add) for add in range(50)] for n in range(1, 9)}
+    kernel = compile_ranks(ranks, 2)
+    want = {n: [expected_ranks(2 * n, 2, add) for add in range(50)] for n in range(1, 9)}
     wrong: list[Any] = []
 
     def work(n: int) -> None:
         try:
-            outs = [launched(kernel, 2 * n, add) for add in range(50)]
+            outs = [launch(kernel, 2 * n, add) for add in range(50)]
             torch.cuda.synchronize()
             wrong.extend((n, add) for add, out in enumerate(outs)
                          if not torch.equal(out, want[n][add]))
@@ -286,5 +287,6 @@ def test_threads_launch_the_same_kernel_at_once(ranks: str) -> None:
 @pytest.mark.multigpu
 def test_a_launch_goes_where_the_memory_is(ranks: str) -> None:
     assert torch.cuda.current_device() == 0
-    out = launched(made(ranks, 2), 4, 1, "cuda:1")
-    assert torch.equal(out.cpu(), wanted(4, 2, 1).cpu()) and torch.cuda.current_device() == 0
+    out = launch(compile_ranks(ranks, 2), 4, 1, "cuda:1")
+    assert torch.equal(out.cpu(),
+                       expected_ranks(4, 2, 1).cpu()) and torch.cuda.current_device() == 0

@@ -7,17 +7,14 @@ import sys
 
 import pytest
 import torch
+from helpers import NVIDIA_ONLY
 
 from layerzero.machine import hardware
 from layerzero.spec.device import GENERATIONS, Device
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.op import DEVICE_FACTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 def in_new_process(code: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, health_of, of, policy, python, world
+from helpers import NVIDIA_ONLY, RMS_NORM, emitted, events_of, health_of, policy, python, world
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
@@ -20,13 +20,9 @@ from layerzero.spec.event import Fallback
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.probing import probe
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 FAULTS = Path(__file__).parents[1] / "faults"
 GIB = 1 << 30
 
@@ -41,7 +37,7 @@ def alive() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
+def test_out_of_memory_falls_to_a_kernel_that_needs_less(emitted):
     def greedy(x, weight=None, eps=1e-6):
         torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
         return x
@@ -50,8 +46,8 @@ def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
     x = rows()
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(x), RMS_NORM.reference(x))
-    found = of(Fallback, happened)
-    assert (len(found) == 3 and {(e.kernel, e.reason.code) for e in found}
+    events = events_of(Fallback, emitted)
+    assert (len(events) == 3 and {(e.kernel, e.reason.code) for e in events}
             == {("greedy.norm", Code.OUT_OF_MEMORY)})
     assert health_of("greedy.norm") is None                # it may fit the next time
     alive()
@@ -104,13 +100,13 @@ STRAY = """
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
 def test_an_illegal_access_loses_the_device_and_it_is_said(blocking):
-    said = json.loads(python(STRAY.format(faults=str(FAULTS)),
+    data = json.loads(python(STRAY.format(faults=str(FAULTS)),
                              CUDA_LAUNCH_BLOCKING=blocking).splitlines()[-1])
-    lost = [e for e in said["errors"] if e[0] == "DeviceLost"]
+    lost = [e for e in data["errors"] if e[0] == "DeviceLost"]
     # at the latest when the next call finds the context gone
-    assert lost, said
+    assert lost, data
     assert "context is lost; restart the process" in lost[0][1] and lost[0][2] == ["DEVICE_FAULT"]
-    assert said["state"] == "disabled"
+    assert data["state"] == "disabled"
     alive()
 
 

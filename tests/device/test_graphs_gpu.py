@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, of, only, world
+from helpers import NVIDIA_ONLY, RMS_NORM, allow_only, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.machine import hardware
@@ -23,13 +23,9 @@ from layerzero.verify.certification.certify import certify
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry import certificates
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 @pytest.fixture(autouse=True)
@@ -167,8 +163,8 @@ def test_a_capture_that_a_kernel_spoils_names_it_and_the_next_one_works():
     with pytest.raises((lz.errors.KernelExecutionError, RuntimeError)) as caught, graphs.graph(
             graph):
         lz.rms_norm(x)
-    told = graphs.first_cause(caught.value)
-    assert "captur" in str(told), told
+    cause = graphs.first_cause(caught.value)
+    assert "captur" in str(cause), cause
     again = torch.cuda.CUDAGraph()
     graphs.warmup_capture(lz.rms_norm, x)
     with graphs.graph(again) as held:
@@ -183,7 +179,7 @@ def test_where_no_kernel_is_safe_the_error_says_so():
     kernel = liar(waits)
     lz.register(kernel)
     assert not is_graph_safe(kernel)
-    only(kernel.id, op="rms_norm")
+    allow_only(kernel.id, op="rms_norm")
     lz.configure(graph_strict_mode=True)
     with pytest.raises(lz.errors.NoKernelFoundError) as caught:
         lz.rms_norm(rows())
@@ -194,9 +190,10 @@ def test_where_no_kernel_is_safe_the_error_says_so():
 
 def test_the_certificate_says_what_the_capture_has_shown():
     here, kernel = hardware.probe("cuda"), worlds.current().catalog.by_id["torch.rms_norm"]
-    made = certify(kernel, "cuda").certificate
-    assert made is not None and made.graph_safe is True and made.graph_bytes > 0
-    certificates.write(made, here)
+    certificate = certify(kernel, "cuda").certificate
+    assert (certificate is not None and certificate.graph_safe is True
+            and certificate.graph_bytes > 0)
+    certificates.write(certificate, here)
     assert certificates.capture_verdicts([kernel], here) == {kernel.id: True}
     verdict = is_graph_safe(kernel)
     assert verdict and verdict.source == "certificate"
@@ -204,7 +201,7 @@ def test_the_certificate_says_what_the_capture_has_shown():
 
 # what a graph holds
 
-def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(happened):
+def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(emitted):
     kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6,
                        less_work="a test", package="torch")
     lz.register(kernel)
@@ -215,7 +212,7 @@ def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_dis
     assert held.calls == {"rms_norm": {"mine.norm": 1}} and graph.layerzero is held
     lz.configure(rules=(lz.PolicyRule.of("deny", "mine.norm", "rms_norm"),))
     lz.unregister("mine.norm")
-    assert [e.kernel for e in of(GraphKernelDisabled, happened)] == ["mine.norm"]
+    assert [e.kernel for e in events_of(GraphKernelDisabled, emitted)] == ["mine.norm"]
     x.copy_(rows(seed=2))
     graph.replay()
     torch.cuda.synchronize()
@@ -260,13 +257,13 @@ def attention_inputs() -> list[torch.Tensor]:
 
 def test_a_function_that_can_be_captured():
     x, inputs = rows(), attention_inputs()
-    kept = [t.clone() for t in (x, *inputs)]
+    original = [t.clone() for t in (x, *inputs)]
     report = validate_graph_capture(block, x, *inputs)
     print(report)
     assert report and report.replays == 3 and report.pool_bytes > 0
     assert {(c.op, c.count) for c in report.calls} == {("rms_norm", 1), ("attention", 1)}
     # they have their own numbers back
-    assert all(torch.equal(a, b) for a, b in zip(kept, (x, *inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(original, (x, *inputs)))
     assert report.to_json()["ok"] is True
 
 

@@ -101,9 +101,9 @@ class Locked:
         return tuple_of(self.launcher(*args, **self.kwargs))
 
     def replays(self, *args: Any) -> int:
-        found = dispatcher_of(self.op).native
-        assert found is not None
-        entry = found.compiled.lookup(*args, **self.kwargs)
+        dispatcher = dispatcher_of(self.op).native
+        assert dispatcher is not None
+        entry = dispatcher.compiled.lookup(*args, **self.kwargs)
         return 0 if entry is None or entry.recordings is None else int(entry.recordings.counts()[1])
 
 
@@ -182,16 +182,16 @@ def test_captured_and_replayed_with_other_inputs(case: Case) -> None:
 def test_two_streams(case: Case) -> None:
     lock = Locked(case)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    given = [case.make() for _ in streams]
+    case_inputs = [case.make() for _ in streams]
     torch.cuda.synchronize()
     got: list[tuple[Tensor, ...]] = []
     for _ in range(5):
         got = []
-        for stream, args in zip(streams, given):
+        for stream, args in zip(streams, case_inputs):
             with torch.cuda.stream(stream):
                 got.append(lock.native(*args))
     torch.cuda.synchronize()
-    for args, out in zip(given, got):
+    for args, out in zip(case_inputs, got):
         assert same(out, lock.python(*args))
 
 
@@ -199,9 +199,9 @@ def test_two_streams(case: Case) -> None:
 def test_threads_that_never_called_cuda(kernel: str) -> None:
     case = next(c for c in CASES if c.kernel == kernel)
     lock = Locked(case)
-    given = [case.make() for _ in range(4)]
-    want = [lock.python(*args) for args in given]
-    for args in given:
+    case_inputs = [case.make() for _ in range(4)]
+    want = [lock.python(*args) for args in case_inputs]
+    for args in case_inputs:
         lock.native(*args)
     torch.cuda.synchronize()
     wrong: list[str] = []
@@ -209,7 +209,7 @@ def test_threads_that_never_called_cuda(kernel: str) -> None:
     def work(n: int) -> None:
         try:
             for i in range(50):
-                if not same(lock.native(*given[n]), want[n]):
+                if not same(lock.native(*case_inputs[n]), want[n]):
                     wrong.append(f"thread {n}, call {i}")
         except Exception as e:                 # told by the main thread
             wrong.append(f"thread {n}: {type(e).__name__}: {e}")
@@ -219,7 +219,7 @@ def test_threads_that_never_called_cuda(kernel: str) -> None:
         t.start()
     for t in threads:
         t.join()
-    assert wrong == [] and lock.replays(*given[0]) >= 4 * 40
+    assert wrong == [] and lock.replays(*case_inputs[0]) >= 4 * 40
 
 
 def test_numbers_of_torch_s_generator_go_on() -> None:

@@ -63,8 +63,9 @@ def test_sampled_tokens_are_the_formulas_for_every_seed(name: str) -> None:
     gen = torch.Generator("cuda").manual_seed(0)
     for scale, dtype in ((3.0, torch.float32), (0.3, torch.float32), (1.0, torch.bfloat16)):
         logits = (torch.randn(64, 32000, generator=gen, device="cuda") * scale).to(dtype)
-        for given in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5}, {"min_p": 0.05},
-                      {}):
+        for options in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5},
+                        {"min_p": 0.05},
+                        {}):
             for seed in range(5):
-                got, want = (f(logits, **given, seed=seed) for f in (sample, sample_op.reference))
-                assert torch.equal(got, want), (scale, dtype, given, seed)
+                got, want = (f(logits, **options, seed=seed) for f in (sample, sample_op.reference))
+                assert torch.equal(got, want), (scale, dtype, options, seed)

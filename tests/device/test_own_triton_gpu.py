@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, of, world
+from helpers import NVIDIA_ONLY, RMS_NORM, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
@@ -24,13 +24,9 @@ from layerzero.verify.certification.capture import capture_cases
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 HOME = Path(__file__).parents[1] / "interpreter"
 
 
@@ -53,16 +49,16 @@ def test_it_keeps_the_contract(mine, dtype):
     assert len(ran) >= 2 and all(r.passed for r in ran), [str(r) for r in results]
 
 
-def test_compiled_once_then_hits_and_an_event_says_which(mine, happened):
+def test_compiled_once_then_hits_and_an_event_says_which(mine, emitted):
     lz.register(mine.MINE)
     x = rows()
     for _ in range(5):
         torch.testing.assert_close(lz.rms_norm(x, backend="mine.rms_norm"), RMS_NORM.reference(x))
     (row,) = [r for r in triton_cache() if r.kernel == "mine.rms_norm"]
-    made = [e for e in of(TritonCompiled, happened) if e.kernel == "mine.rms_norm"]
+    made = [e for e in events_of(TritonCompiled, emitted) if e.kernel == "mine.rms_norm"]
     assert row.hits >= 4 and len(made) <= 1
     assert all(e.cache in ("compiled", "disk", "memory") for e in made)
-    assert lz.stats().events.get("triton_compiled", 0) == len(of(TritonCompiled, happened))
+    assert lz.stats().events.get("triton_compiled", 0) == len(events_of(TritonCompiled, emitted))
 
 
 @pytest.mark.parametrize("hidden", [1, 2, 16, 17, 48, 1000])
@@ -93,14 +89,14 @@ print(json.dumps([e.cache for e in seen]))
 
 
 def test_another_process_finds_it_on_disk(mine, tmp_path):
-    said = []
+    messages = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", SECOND.format(home=str(HOME))],
                               capture_output=True, text=True,
                               timeout=240, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)})
         assert done.returncode == 0, done.stderr
-        said.append(json.loads(done.stdout.splitlines()[-1]))
-    assert said == [["compiled"], ["disk"]]
+        messages.append(json.loads(done.stdout.splitlines()[-1]))
+    assert messages == [["compiled"], ["disk"]]
 
 
 def test_a_profilers_hook_sees_every_launch(mine):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import happened, world
+from helpers import emitted, world
 
 from layerzero.backends.cuda.step.plan import Config, LayerTensors, PersistentStep, Shape
 from layerzero.spec.event import Fallback
@@ -19,7 +19,7 @@ from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E
 from layerzero.integrations.transformers.decoding.cuda import persistent  # noqa: E402
 from layerzero.integrations.transformers.trial import _OwnForward  # noqa: E402
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +78,7 @@ def test_codes_for_weights(weights: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
-def test_a_launch_that_gave_up_is_done_again(happened: list[Any],
+def test_a_launch_that_gave_up_is_done_again(emitted: list[Any],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "_race", lambda *_: None)
     model, ids = model_of("Llama"), torch.randint(1000, (1, 50), device="cuda")
@@ -91,7 +91,7 @@ def test_a_launch_that_gave_up_is_done_again(happened: list[Any],
     for room in (r for pair in fixed.kv_buffers for r in pair):
         room[:, 44] = torch.nan                # and what it had not kept yet
     got += [model(ids[:, n:n + 1], past_key_values=cache).logits.float() for n in range(45, 50)]
-    assert [e.served_by for e in happened if isinstance(e, Fallback)] == ["a graph of kernels"]
+    assert [e.served_by for e in emitted if isinstance(e, Fallback)] == ["a graph of kernels"]
     assert "gave up" in report.kernels[persistent.WHAT]
     assert (torch.cat(got, 1) - want).abs().max() <= 0.1 * want.std()
 

@@ -129,22 +129,22 @@ def tensors(case: Case, device: str) -> dict[str, object]:
             "dropout_p": case.dropout, "is_causal": case.causal}
 
 
-def refusals(given: dict[str, object], backend: str,
+def refusals(inputs: dict[str, object], backend: str,
              device: dict[str, object]) -> list[tuple[str, tuple]]:
     """Every kernel that is this implementation on CUDA, with the reasons its rules have against the
     call."""
-    facts = {**device, **call_facts(ATTENTION, **given)}
+    facts = {**device, **call_facts(ATTENTION, **inputs)}
     every = [k for k in worlds.current().kernels("attention")
              if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")]
-    found = [(k.id, tuple(k.reasons(facts))) for k in every]
-    return [(id, reasons) for id, reasons in found
+    by_kernel = [(k.id, tuple(k.reasons(facts))) for k in every]
+    return [(id, reasons) for id, reasons in by_kernel
             if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]
 
 
-def allowed_by_torch(given: dict[str, object], backend: str) -> bool:
+def allowed_by_torch(inputs: dict[str, object], backend: str) -> bool:
     params = torch.backends.cuda.SDPAParams(
-        given["query"], given["key"], given["value"], given["attn_mask"], given["dropout_p"],
-        given["is_causal"], given["query"].shape[1] != given["key"].shape[1])
+        inputs["query"], inputs["key"], inputs["value"], inputs["attn_mask"], inputs["dropout_p"],
+        inputs["is_causal"], inputs["query"].shape[1] != inputs["key"].shape[1])
     ask = {"FLASH_ATTENTION": torch.backends.cuda.can_use_flash_attention,
            "EFFICIENT_ATTENTION": torch.backends.cuda.can_use_efficient_attention,
            "CUDNN_ATTENTION": torch.backends.cuda.can_use_cudnn_attention}[backend]
@@ -156,17 +156,17 @@ def test_our_rules_and_torch_agree(backend):
     device = dict(worlds.current().selection_context("cuda", None).device)
     verdicts, strict, wrong = Counter(), Counter(), []
     for case in cases():
-        given = tensors(case, "cuda")
-        theirs = allowed_by_torch(given, backend)
-        found = refusals(given, backend, device)
-        assert found, f"no kernel of ours is torch's {backend}"
-        ours = [id for id, reasons in found if not reasons]
+        inputs = tensors(case, "cuda")
+        theirs = allowed_by_torch(inputs, backend)
+        refused = refusals(inputs, backend, device)
+        assert refused, f"no kernel of ours is torch's {backend}"
+        ours = [id for id, reasons in refused if not reasons]
         verdicts[bool(ours), theirs] += 1
         if ours and not theirs:
             wrong.append(f"{case}: {', '.join(ours)} would serve, torch refuses")
         elif theirs and not ours:
             # The one with the fewest objections is the one that was meant for such a call.
-            reasons = min((reasons for _, reasons in found), key=len)
+            reasons = min((reasons for _, reasons in refused), key=len)
             unknown = [r for r in reasons if (backend, r.code) not in STRICTER]
             strict.update(r.code for r in reasons)
             if unknown:

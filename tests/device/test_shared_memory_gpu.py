@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import NVIDIA_ONLY
 
 import layerzero as lz
 from layerzero.world import snapshot as worlds
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 192, 256])
@@ -41,7 +38,7 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
     if declared > room:
         assert lz.validate("attention", kernel.id, q, k, v)
         return
-    made = decode.config(rows, 2, 11, stage, False, q.device, 1.0, beside)
+    config = decode.config(rows, 2, 11, stage, False, q.device, 1.0, beside)
     before = {id(c) for cached in decode_kernel.device_caches.values() for c in cached[0].values()}
     out = decode.dense(q, k, v)
     torch.testing.assert_close(out,
@@ -50,7 +47,7 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
                                rtol=2e-2, atol=2e-2)
     for c in (c for cached in decode_kernel.device_caches.values() for c in cached[0].values()
               if id(c) not in before):
-        assert c.metadata.shared <= made.stages * stage * (made.block_n // 64) + beside <= room
+        assert c.metadata.shared <= config.stages * stage * (config.block_n // 64) + beside <= room
 
 
 def test_every_specialisation_of_ours_takes_what_it_declares_or_less():

@@ -100,12 +100,12 @@ def test_what_was_measured_decides():
     report = tune(calls, device="cuda", rounds=20)
     assert (not report.skipped and sorted(t.mode for t in report.tuned) == ["captured"] * 4
             + ["eager"] * 4)
-    for found in report.tuned:
-        assert len(found.kernels) > 1, found.failed
+    for tuned in report.tuned:
+        assert len(tuned.kernels) > 1, tuned.failed
         assert {(m.place, m.mode)
-                for m in found.measurements} == {(worlds.current().place("cuda"), found.mode)}
-        assert found.chosen in (found.best, *found.tied)
-        assert found.roofline is not None and found.roofline > 0
+                for m in tuned.measurements} == {(worlds.current().place("cuda"), tuned.mode)}
+        assert tuned.chosen in (tuned.best, *tuned.tied)
+        assert tuned.roofline is not None and tuned.roofline > 0
     q, k = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16), torch.randn(
         1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
     plan = lz.explain("attention", q, k, k)
@@ -127,17 +127,18 @@ def test_what_was_measured_in_one_mode_does_not_decide_the_other(tuned, other):
 
 def facts_in(mode, call):
     """The plan for the call in this mode."""
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     shapes = (torch.randn(a.shape, dtype=getattr(torch, a.dtype), device="cuda")
               for a in call.arguments.values())
-    facts = {**found.facts(found.order_arguments(tuple(shapes), {})), "graph": mode == "captured"}
-    return worlds.current().plan(found.op, facts)
+    facts = {**dispatcher.facts(dispatcher.order_arguments(tuple(shapes), {})),
+             "graph": mode == "captured"}
+    return worlds.current().plan(dispatcher.op, facts)
 
 
 def test_a_gradient_is_timed_on_a_gpu():
     uncompiled()
-    found = tune([attention(256, 256, grad=True)], device="cuda", mode="eager", rounds=10).tuned[0]
-    assert "grad" in found.family and found.winner.summary.median > 0
+    tuned = tune([attention(256, 256, grad=True)], device="cuda", mode="eager", rounds=10).tuned[0]
+    assert "grad" in tuned.family and tuned.winner.summary.median > 0
 
 
 def test_a_call_larger_than_the_memory_is_skipped():

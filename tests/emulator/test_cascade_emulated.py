@@ -108,7 +108,7 @@ def test_wherever_the_pages_are_cut(blocks: int, weight: int,
 @pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
 def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
     for dim in (64, 128, 256):
-        made = CONFIG(dim, machine)
-        assert grouped.cascade_shared_bytes(dim, made) <= machine.shared
-        assert made.splits >= machine.processors
-        assert made.rows >= (16 if dim > 128 else 32)      # of one item, as the rules allow
+        config = CONFIG(dim, machine)
+        assert grouped.cascade_shared_bytes(dim, config) <= machine.shared
+        assert config.splits >= machine.processors
+        assert config.rows >= (16 if dim > 128 else 32)      # of one item, as the rules allow

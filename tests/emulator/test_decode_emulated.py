@@ -49,13 +49,13 @@ def test_contract(name: str, cases: tuple[dict[str, Any], ...]) -> None:
     assert [str(r) for r in results if r.status != "passed"] == []
 
 
-@pytest.mark.parametrize("made", [decode.Config(2, 1, 3), decode.Config(2, 2, 1)])
-def test_other_clusters(made: decode.Config) -> None:
+@pytest.mark.parametrize("config", [decode.Config(2, 1, 3), decode.Config(2, 2, 1)])
+def test_other_clusters(config: decode.Config) -> None:
     """Of a number that does not divide the columns, and of one block, which is none."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, n, s, 64).bfloat16()
                          for n, s in ((4, 2), (2, 150), (2, 150)))
-    out, lse = decode.dense(query, key, value, True, return_lse=True, chosen=made)
+    out, lse = decode.dense(query, key, value, True, return_lse=True, chosen=config)
     mask = torch.ones(2, 150, dtype=torch.bool).tril(148)
     scores = (query.float() / 8) @ key.float().repeat_interleave(2, 1).transpose(2, 3)
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -78,6 +78,6 @@ def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None
     for rows, homes, keys, dim, paged in itertools.product(
             (1, 8, 17, 32), (1, 64, 500), (1, 1000, 100_000), (64, 128, 256), (False, True)):
         if rows <= 16 or dim <= 128:
-            made = CONFIG(rows, homes, keys, dim, paged, machine)
-            assert decode.shared_bytes(rows, dim, made.warps, made.stages) <= machine.shared
-            assert made.splits in (1, *decode.SPLITS) and made.warps >= 2
+            config = CONFIG(rows, homes, keys, dim, paged, machine)
+            assert decode.shared_bytes(rows, dim, config.warps, config.stages) <= machine.shared
+            assert config.splits in (1, *decode.SPLITS) and config.warps >= 2

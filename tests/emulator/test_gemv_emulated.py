@@ -65,22 +65,22 @@ def test_contract_everywhere(rows: int) -> None:
             "scale_dtype": ("", "bfloat16", "float16")[(rows + n) % 5 % 3]}, dtype)
 
 
-def run(values: dict[str, Any], made: gemv.Config | None = None) -> Tensor:
-    given = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias", "format",
-                                       "group_size")]
-    return gemv.launch(*given, chosen=made)
+def run(values: dict[str, Any], config: gemv.Config | None = None) -> Tensor:
+    arguments = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias", "format",
+                                           "group_size")]
+    return gemv.launch(*arguments, chosen=config)
 
 
-@pytest.mark.parametrize("rows, made", CONFIGS)
-def test_any_configuration_computes_the_same(rows: int, made: gemv.Config) -> None:
+@pytest.mark.parametrize("rows, config", CONFIGS)
+def test_any_configuration_computes_the_same(rows: int, config: gemv.Config) -> None:
     values = op.inputs(format="int4", rows=(rows,), k=1056, n=200, group=128, bias=True,
                        dtype=torch.bfloat16)
     truth = op.reference(**{**values,
                             **{name: values[name].double() for name in ("x", "scales", "bias")}})
     eager = (op.reference(**values).double() - truth).abs().max()
-    got = run(values, made)
+    got = run(values, config)
     assert (got.double() - truth).abs().max() <= 2 * eager
-    assert torch.equal(run(values, made), got)
+    assert torch.equal(run(values, config), got)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
@@ -132,9 +132,9 @@ def test_every_configuration_can_be_launched(machine: gemv.Machine, most: int) -
                                              (32, 544, 4096, most), gemv.FORMATS,
                                              (0, 32, 128)):
         shape = gemv.Shape(rows, n, k, format, group if group < k else 0, 4, format != "fp8_e4m3")
-        made = gemv.with_slots(shape, gemv.config(shape, machine), machine)
-        teams = made.warps // made.parts
-        assert (made.warps % made.parts == 0 == made.slots % teams and made.slots * 16 <= made.warps
-                * 32)
-        assert shape.blocks // made.split >= made.parts
-        assert shape.shared(made) <= machine.shared, (shape, made)
+        config = gemv.with_slots(shape, gemv.config(shape, machine), machine)
+        teams = config.warps // config.parts
+        assert config.warps % config.parts == 0 == config.slots % teams
+        assert config.slots * 16 <= config.warps * 32
+        assert shape.blocks // config.split >= config.parts
+        assert shape.shared(config) <= machine.shared, (shape, config)

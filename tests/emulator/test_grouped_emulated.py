@@ -68,6 +68,6 @@ def test_wherever_the_keys_are_cut(splits: int, weight: int,
 def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
     for rows, items, kv_heads, keys, dim in itertools.product((1, 16), (1, 64, 1000), (1, 8, 64),
                                                               (1, 100_000), (64, 128, 256)):
-        made = CONFIG(rows, items, kv_heads, keys, dim, machine)
-        assert grouped.grouped_shared_bytes(dim, made) <= machine.shared
-        assert made.splits >= 1 and made.rows >= rows
+        config = CONFIG(rows, items, kv_heads, keys, dim, machine)
+        assert grouped.grouped_shared_bytes(dim, config) <= machine.shared
+        assert config.splits >= 1 and config.rows >= rows

@@ -67,10 +67,11 @@ def values_of(k: int = 1024, n: int = 48, group: int = 128, dtype: torch.dtype =
                      **more)
 
 
-def run(values: dict[str, Any], made: planes.Config | None = None) -> Tensor:
+def run(values: dict[str, Any], config: planes.Config | None = None) -> Tensor:
     out = torch.full((1, values["weight_q"].shape[0]), torch.nan, dtype=values["x"].dtype)
-    given = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias", "group_size")]
-    planes.launch(out, *given, chosen=made)
+    arguments = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias",
+                                           "group_size")]
+    planes.launch(out, *arguments, chosen=config)
     return out
 
 
@@ -81,12 +82,12 @@ def assert_as_exact_as_eager(values: dict[str, Any], got: Tensor) -> None:
     assert (got.double() - truth).abs().max() <= 2 * eager
 
 
-@pytest.mark.parametrize("made", CONFIGS)
-def test_any_configuration_computes_the_same(made: planes.Config) -> None:
-    values = values_of(1056 if made.pairs * 256 > 1024 else 1024, 200)
-    got = run(values, made)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_any_configuration_computes_the_same(config: planes.Config) -> None:
+    values = values_of(1056 if config.pairs * 256 > 1024 else 1024, 200)
+    got = run(values, config)
     assert_as_exact_as_eager(values, got)
-    assert torch.equal(run(values, made), got)
+    assert torch.equal(run(values, config), got)
 
 
 def test_a_long_row_is_shared_by_a_cluster() -> None:
@@ -101,20 +102,20 @@ def test_a_long_row_is_shared_by_a_cluster() -> None:
 def test_inputs_that_are_far_from_each_other(symmetric: bool) -> None:
     values = values_of(symmetric=symmetric)
     x, column = values["x"].clone(), torch.arange(1024)
-    for given in (x * 1e-36, x * 1e36, x * 1e-39, x.abs(), x.abs() * 1e4,
-                  torch.where(column % 97 == 3, x * 1e4, x),
-                  torch.where(column % 200 == 7, x * 2 ** 20, x)):
-        values["x"] = given
+    for scaled in (x * 1e-36, x * 1e36, x * 1e-39, x.abs(), x.abs() * 1e4,
+                   torch.where(column % 97 == 3, x * 1e4, x),
+                   torch.where(column % 200 == 7, x * 2 ** 20, x)):
+        values["x"] = scaled
         assert_as_exact_as_eager(values, run(values))
     values["x"] = torch.zeros_like(x)
     assert torch.equal(run(values)[0], values["bias"])
 
 
-@pytest.mark.parametrize("given", [
+@pytest.mark.parametrize("options", [
     {}, {"k": 544, "n": 17, "group": 256, "symmetric": False, "scale_dtype": "float16",
          "dtype": torch.float16}])
-def test_what_is_not_a_number_is_seen_everywhere(given: dict[str, Any]) -> None:
-    values = values_of(**given)
+def test_what_is_not_a_number_is_seen_everywhere(options: dict[str, Any]) -> None:
+    values = values_of(**options)
     for wrong in (torch.nan, torch.inf):
         values["x"][0, 300] = wrong
         assert run(values).isnan().all()
@@ -126,8 +127,8 @@ def test_every_row_of_x_but_the_only_one_goes_elsewhere() -> None:
                                 (1, "int4", 64)):
         assert not planes.is_supported(rows, 4096, format, group)
     values = values_of()
-    given = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias")]
-    assert torch.equal(gemv.launch(*given, "int4", 128), run(values))
+    arguments = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias")]
+    assert torch.equal(gemv.launch(*arguments, "int4", 128), run(values))
 
 
 @pytest.mark.parametrize("machine", [compiler.Machine(8), compiler.Machine(132),
@@ -136,8 +137,9 @@ def test_every_configuration_can_be_launched(machine: compiler.Machine) -> None:
     for n, k in product((1, 17, 1024, 4096, 14336, 128256),
                         (32, 544, 2048, 4096, 11008, 14336, 1 << 15)):
         shape = planes.Shape(n, k, 128, False)
-        made = planes.with_slots(shape, planes.config(shape, machine), machine)
-        assert (made.pairs >= -(-k // 256) and made.own <= planes.MAX_PAIRS_PER_WARP
-                and made.split <= planes.MAX_SPLIT)
-        assert made.warps * made.blocks <= planes.MAX_WARPS and made.slots % (2 // made.own) == 0
-        assert made.shared <= machine.shared // made.blocks, (shape, made)
+        config = planes.with_slots(shape, planes.config(shape, machine), machine)
+        assert (config.pairs >= -(-k // 256) and config.own <= planes.MAX_PAIRS_PER_WARP
+                and config.split <= planes.MAX_SPLIT)
+        assert (config.warps * config.blocks <= planes.MAX_WARPS
+                and config.slots % (2 // config.own) == 0)
+        assert config.shared <= machine.shared // config.blocks, (shape, config)

@@ -43,9 +43,9 @@ def compiled() -> None:
         native.build_fast_path(False, print)
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")
-    for name, found in list(dispatch.dispatchers.items()):
-        if found.native is None:               # made before it was built
-            dispatch.dispatchers[name] = dispatch.Dispatcher(found.op)
+    for name, dispatcher in list(dispatch.dispatchers.items()):
+        if dispatcher.native is None:               # made before it was built
+            dispatch.dispatchers[name] = dispatch.Dispatcher(dispatcher.op)
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def small_config(rows: int, homes: int, keys: int, *rest: Any) -> decode.Config:
 
 def counts(op: str, *args: Any, **kwargs: Any) -> tuple[int, int, int]:
     """(recordings, replays, attempts) of the entry that serves these arguments."""
-    found = dispatcher_of(op)
-    assert found.native is not None
-    entry = found.native.compiled.lookup(*args, **kwargs)
+    dispatcher = dispatcher_of(op)
+    assert dispatcher.native is not None
+    entry = dispatcher.native.compiled.lookup(*args, **kwargs)
     return entry.recordings.counts()                                           # type: ignore[no-any-return]
 
 
@@ -117,9 +117,9 @@ def test_what_the_signature_tells_apart(serve: Any) -> None:
     wide, weight = half(6, 528), half(264)
     for _ in range(3):
         for x in (wide[:3, :264], wide[:, :264], half(3, 264), half(2, 3, 264), wide[::2, 264:]):
-            for given in ({}, {"eps": 1e-3}, {"eps": 1e-3, "offset": 1.0}):
-                assert torch.equal(call(x, weight, **given),
-                                   norm.rms_norm(x, weight, **given)), (x.shape, given)
+            for options in ({}, {"eps": 1e-3}, {"eps": 1e-3, "offset": 1.0}):
+                assert torch.equal(call(x, weight, **options),
+                                   norm.rms_norm(x, weight, **options)), (x.shape, options)
             assert torch.equal(call(x), norm.rms_norm(x))
     assert torch.equal(call(half(3, 264)[:0], weight), half(0, 264))           # nothing is launched
 
@@ -262,10 +262,10 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
 
     A kernel that is locked has no other in its place, so it is seen.
     """
-    told: list[tuple[int, int, tuple[int, ...]]] = []
+    messages: list[tuple[int, int, tuple[int, ...]]] = []
 
     def refused(self: Kernel, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
-        told.append((code, device, grid))
+        messages.append((code, device, grid))
         return RuntimeError(compiler.describe_error(code, b"CUDA_ERROR_INVALID_VALUE",
                                                     b"invalid argument", "launching"))
 
@@ -285,7 +285,7 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
     call(x)
     with pytest.raises(lz.errors.KernelExecutionError, match="CUDA error: invalid argument"):
         call(x)
-    assert told == [(1, -1, (1, 70000, 1))]
+    assert messages == [(1, -1, (1, 70000, 1))]
     monkeypatch.undo()
     assert torch.equal(call(x, eps=1e-3), norm.rms_norm(x, eps=1e-3))
 
@@ -353,8 +353,9 @@ def test_configurations_of_decode_are_alike_in_the_range_that_is_told(
         for keys in (1, 2, 63, 64, 500, 1023, 1024, 2047, 2048, 5000, 100_000):
             low, high = decode.same_config_range(keys, -1, 1)
             assert low <= keys <= high
-            made = decode.config(rows, homes, keys, dim, paged, machine)
+            config = decode.config(rows, homes, keys, dim, paged, machine)
             for other in {low, high, (low + min(high, 1 << 20)) // 2}:
-                assert decode.config(rows, homes, other, dim, paged, machine) == made, (keys, other)
+                assert decode.config(rows, homes, other, dim, paged, machine) == config, (keys,
+                                                                                          other)
     assert decode.same_config_range(500, 99, 1) == (100, replay.MAX_INT32)
     assert decode.same_config_range(70, 99, 1) == (64, 99)

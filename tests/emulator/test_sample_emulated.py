@@ -38,9 +38,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     sampling._plan.cache_clear()
 
 
-def agrees(logits: Tensor, **given: Any) -> bool:
-    given = {"seed": 7, **given, "return_logprobs": True}
-    (token, logprob), (want, its_logprob) = (f(logits, **given)
+def agrees(logits: Tensor, **options: Any) -> bool:
+    options = {"seed": 7, **options, "return_logprobs": True}
+    (token, logprob), (want, its_logprob) = (f(logits, **options)
                                              for f in (sampling.sample, reference))
     return torch.equal(token, want) and torch.allclose(logprob, its_logprob, rtol=1e-5, atol=1e-5)
 
@@ -60,20 +60,20 @@ def test_a_wide_row_wherever_it_is_kept(cluster: int, kept: int, scale: float,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "config", lambda *facts: arranged(cluster, kept))
     logits = torch.randn(1, 128256, generator=torch.Generator().manual_seed(0)) * scale
-    for given in ({"top_p": 0.9}, {"top_k": 50},
-                  {"top_k": 9000, "top_p": 0.8, "min_p": 0.01, "temperature": 0.8}):
-        assert agrees(logits, **given), given
+    for options in ({"top_p": 0.9}, {"top_k": 50},
+                    {"top_k": 9000, "top_p": 0.8, "min_p": 0.01, "temperature": 0.8}):
+        assert agrees(logits, **options), options
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 900},
-                                   {"top_k": 900, "top_p": 0.5, "min_p": 0.1}])
-def test_more_ties_than_can_be_listed(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"top_k": 900},
+                                     {"top_k": 900, "top_p": 0.5, "min_p": 0.1}])
+def test_more_ties_than_can_be_listed(options: dict[str, Any]) -> None:
     logits = torch.zeros(2, 3001)
     logits[:, ::30], logits[:, 7] = -1.0, 2.0
-    assert agrees(logits, **given)
+    assert agrees(logits, **options)
     logits[1] = 0.0                                # half of the mass is exactly at an edge
     logits[1, ::2] = -2.0 ** 0.5
-    assert agrees(logits, **given)
+    assert agrees(logits, **options)
 
 
 def test_masses_that_only_exact_sums_tell_apart() -> None:
@@ -105,9 +105,9 @@ def test_rows_that_begin_anywhere(batch: int) -> None:
     wide = torch.randn(batch, 1031, generator=torch.Generator().manual_seed(1)) * 3
     wide[:, 0], wide[:, -7:] = 50.0, 60.0          # beside the rows
     for first in range(1, 5):
-        for given in ({}, {"top_p": 0.9}, {"temperature": 0.0}):
-            assert agrees(wide[:, first:1024], **given), (first, given)
-            assert agrees(wide.bfloat16()[:, first:1024], **given), (first, given)
+        for options in ({}, {"top_p": 0.9}, {"temperature": 0.0}):
+            assert agrees(wide[:, first:1024], **options), (first, options)
+            assert agrees(wide.bfloat16()[:, first:1024], **options), (first, options)
 
 
 def test_what_is_no_number() -> None:
@@ -115,8 +115,8 @@ def test_what_is_no_number() -> None:
     logits[0, ::2], logits[1] = torch.nan, -torch.inf
     logits[2, 17], logits[2, 200], logits[3] = torch.inf, torch.inf, torch.nan
     logits[4], logits[4, 299] = -torch.inf, -1e30
-    for given in ({}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0}, {"min_p": 0.5}):
-        assert agrees(logits, **given), given
+    for options in ({}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0}, {"min_p": 0.5}):
+        assert agrees(logits, **options), options
     assert agrees(torch.tensor([[-3.0]]), top_p=0.5)
     assert agrees(logits[:1].clone().fill_(-0.0).index_fill_(1, torch.tensor([4]), 0.0), top_k=1)
 

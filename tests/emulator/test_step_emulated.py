@@ -188,9 +188,9 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
             for room, kept in zip(pair, (layer.keys, layer.values)):
                 room[:, 20 - kept.shape[2]:20] = kept.transpose(1, 2)
         angles = torch.cat(parts.angles_at(torch.arange(64)[None])[0], -1)[0].contiguous()
-        found = persistent.candidates(step, parts, rooms, [angles])[0]
-        found.blocks = 3
-        got = found(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
+        candidate = persistent.candidates(step, parts, rooms, [angles])[0]
+        candidate.blocks = 3
+        got = candidate(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
     assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-3
 
 
@@ -215,8 +215,8 @@ def test_what_the_kernel_does_not_know_is_said() -> None:
                       (SMALL._replace(activation="reglu"), "are reglu"),
                       (SMALL._replace(batch=9), "at most 8"),
                       (SMALL._replace(inner=1 << 17), "bytes of shared memory")):
-        found = plan.problem(kind, Config(), machine)
-        assert found is not None and why in found
+        problem = plan.problem(kind, Config(), machine)
+        assert problem is not None and why in problem
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

@@ -512,8 +512,8 @@ class KeepsTheFirstTable:
 
     def __call__(self, right, **v):
         table = v["block_table"]
-        _, kept = self.tables.setdefault(id(table), (table, table.clone()))
-        return right(**{**v, "block_table": kept})
+        _, original = self.tables.setdefault(id(table), (table, table.clone()))
+        return right(**{**v, "block_table": original})
 
 
 @fault("varlen_attention", "mask", "unknown", "sizes")

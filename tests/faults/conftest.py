@@ -1,5 +1,5 @@
 """The fixtures of helpers.py."""
 
-from helpers import happened, path, world
+from helpers import emitted, path, world
 
-__all__ = ["happened", "path", "world"]
+__all__ = ["emitted", "path", "world"]

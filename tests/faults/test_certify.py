@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import Fake, happened, register, world
+from helpers import Fake, emitted, register, world
 
 import layerzero as lz
 from layerzero.cli.commands.prove.kernels import match_kernels, verify_kernels
@@ -15,7 +15,7 @@ from layerzero.world import snapshot as worlds
 from layerzero.world.registry import certificates
 from layerzero.world.registry.certificates import Certificate
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 HERE = hardware.probe("cpu")
 
 
@@ -42,14 +42,15 @@ def by_id(kernel: str):
 
 def test_a_certificate_says_what_was_shown():
     verdict = certify(by_id("torch.rms_norm"))
-    made = verdict.certificate
-    assert verdict.status == "passed" and made is not None and verdict.diagnosis is None
-    assert made.cases == verdict.ran > 100 and made.skipped == len(verdict.results) - verdict.ran
-    assert made.dtypes == ("bfloat16", "float16", "float32") and made.gradients > 10
-    assert 0 < made.worst <= 1 and made.worst_over_eager > 0
-    assert (made.deterministic and made.writes_all and made.nan_propagates
-            and made.graph_safe is None)
-    assert made.void_reason(by_id("torch.rms_norm"), HERE) is None
+    certificate = verdict.certificate
+    assert verdict.status == "passed" and certificate is not None and verdict.diagnosis is None
+    assert (certificate.cases == verdict.ran > 100
+            and certificate.skipped == len(verdict.results) - verdict.ran)
+    assert certificate.dtypes == ("bfloat16", "float16", "float32") and certificate.gradients > 10
+    assert 0 < certificate.worst <= 1 and certificate.worst_over_eager > 0
+    assert (certificate.deterministic and certificate.writes_all and certificate.nan_propagates
+            and certificate.graph_safe is None)
+    assert certificate.void_reason(by_id("torch.rms_norm"), HERE) is None
 
 
 def test_the_grid_is_the_same_for_the_same_seed_and_another_for_another():
@@ -103,9 +104,9 @@ def test_the_command_certifies_and_selection_sees_it(capsys):
 
 def test_the_command_as_json(capsys):
     assert verify_kernels(kernel="torch.alib?", op="alibi", as_json=True) in (0, 1)
-    told = json.loads(capsys.readouterr().out)
-    assert told["level"] == 1 and [k["kernel"] for k in told["kernels"]] == ["torch.alibi"]
-    assert told["kernels"][0]["cases"] > 50
+    data = json.loads(capsys.readouterr().out)
+    assert data["level"] == 1 and [k["kernel"] for k in data["kernels"]] == ["torch.alibi"]
+    assert data["kernels"][0]["cases"] > 50
 
 
 @pytest.mark.parametrize(("asked", "word"), [

@@ -2,8 +2,8 @@
 next call is right.
 
 An interrupt is raised at the Nth instruction of the call path (machine, world, dispatch, operate),
-for one N after the other. By default N goes
-through a sample that is the same in every run; SWEEP=all takes every N, which takes an hour.
+for one N after the other. By default N goes through a sample that is the same in every run;
+SWEEP=all takes every N, which takes an hour.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, normed, only, register, rows
+from helpers import Fake, allow_only, normalized, register, rows
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling, learning
@@ -74,21 +74,21 @@ class Interrupt:
 
 def in_another_thread(do: Callable[[], Any], where: str) -> Any:
     """What it gives there; it may not wait for anything that does not come."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(do())
+            results.append(do())
         except BaseException as e:
-            found.append(e)
+            results.append(e)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), f"after an interrupt at {where} another thread hangs"
-    if isinstance(found[0], BaseException):
-        raise AssertionError(f"after an interrupt at {where}") from found[0]
-    return found[0]
+    if isinstance(results[0], BaseException):
+        raise AssertionError(f"after an interrupt at {where}") from results[0]
+    return results[0]
 
 
 def take_every_lock() -> None:
@@ -101,18 +101,19 @@ def take_every_lock() -> None:
 
 
 def check(x: torch.Tensor, where: str) -> None:
-    wanted = normed(x)
+    wanted = normalized(x)
     torch.testing.assert_close(in_another_thread(lambda: lz.rms_norm(x), where), wanted)
     torch.testing.assert_close(lz.rms_norm(x), wanted)
     in_another_thread(take_every_lock, where)
     world = worlds.current()
     assert context.current.get() is None
-    for name, found in dispatchers.items():
-        if (found.world is not None and name in world.catalog.ops
-            and world.catalog.ops[name] is found.op):
-            assert found.world is world, f"{name} is in another world after an interrupt at {where}"
-            assert found.globals["TABLE"] is found.cache.table, where
-            under_way = [f for f in found.cache._flights.values() if f.is_under_way]
+    for name, dispatcher in dispatchers.items():
+        if (dispatcher.world is not None and name in world.catalog.ops
+            and world.catalog.ops[name] is dispatcher.op):
+            assert dispatcher.world is world, (
+                f"{name} is in another world after an interrupt at {where}")
+            assert dispatcher.globals["TABLE"] is dispatcher.cache.table, where
+            under_way = [f for f in dispatcher.cache._flights.values() if f.is_under_way]
             assert not under_way, f"a choice is never made after an interrupt at {where}"
     if world.next_deadline is not None:
         assert (clock._thread is not None
@@ -127,22 +128,22 @@ def check(x: torch.Tensor, where: str) -> None:
 
 def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor,
           after: Callable[[str], None] = lambda where: None) -> None:
-    given = prepare()
-    act(given)                                 # once as it is: imports and what is made only once
-    given = prepare()
+    arguments = prepare()
+    act(arguments)                             # once as it is: imports and what is made only once
+    arguments = prepare()
     with Interrupt(0) as counter:
-        act(given)
+        act(arguments)
     total = counter.seen
     assert total > 50, "nothing was traced"
     step = 1 if EVERY else max(total // POINTS, 1)
     raised = 0
     # Not the same place in every round of a loop: the step is odd.
     for at in range(1, total + 1, step | 1):
-        given = prepare()
+        arguments = prepare()
         interrupt = Interrupt(at)
         try:
             with interrupt:
-                act(given)
+                act(arguments)
         except KeyboardInterrupt:
             raised += 1
         check(x, interrupt.where)
@@ -223,13 +224,13 @@ def test_a_new_configuration():
     names = iter(("fake.first", "fake.second") * 10**6)
 
     def follows(where):
-        said = lz.get_locks()["rms_norm"]["kernel"]
-        assert lz.which("rms_norm", x) == said, where
+        message = lz.get_locks()["rms_norm"]["kernel"]
+        assert lz.which("rms_norm", x) == message, where
         # and not only by word: what was remembered before is not called
         lz.rms_norm(x)
         assert dispatchers["rms_norm"].cache.table, where
         assert {e.plan.kernel for e in dispatchers["rms_norm"].cache.table.values()} == {
-            said}, where
+            message}, where
 
     lz.lock("rms_norm", "fake.first")
     sweep(lambda: next(names), lambda name: lz.lock("rms_norm", name), x, follows)
@@ -257,7 +258,7 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
     lz.configure(learn=True, perfdb=str(tmp_path / "perf.sqlite"))
     try:
         register(Fake("fake.first"), Fake("fake.second", prior=9e5))
-        only("fake.first", "fake.second")
+        allow_only("fake.first", "fake.second")
 
         def prepare():
             learning.reset()
@@ -285,16 +286,17 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
 
 def test_handing_a_call_over_to_the_compiler(monkeypatch):
     x = rows()
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     fake = Fake("fake.compiles", jit=True)
     register(fake)
     made: list[Any] = []
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: made.append(given))
-    plan = worlds.current().plan(found.op,
-                                 found.facts((x, *(p.default for p in found.op.params[1:]))),
+    monkeypatch.setattr(compiling, "compile_now", lambda *args: made.append(args))
+    plan = worlds.current().plan(dispatcher.op,
+                                 dispatcher.facts((x,
+                                                   *(p.default for p in dispatcher.op.params[1:]))),
                                  compiled=True)
     step = next(s for s in plan.steps if s.kernel == fake.id)
-    values = (x, *(p.default for p in found.op.params[1:]))
+    values = (x, *(p.default for p in dispatcher.op.params[1:]))
 
     def prepare():
         assert compiling.wait(60)
@@ -304,10 +306,11 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
         assert compiling.wait(60), where
         # the interrupt came before it was handed over: it may be asked again
         if not made:
-            compiling.request(found, fake.kernel, step, plan.facts, values)
+            compiling.request(dispatcher, fake.kernel, step, plan.facts, values)
             assert compiling.wait(60) and made, f"nobody compiles after an interrupt at {where}"
 
-    sweep(prepare, lambda _: compiling.request(found, fake.kernel, step, plan.facts, values), x,
+    sweep(prepare, lambda _: compiling.request(dispatcher, fake.kernel, step, plan.facts, values),
+          x,
           asked_again)
 
 
@@ -326,8 +329,8 @@ def test_a_child_that_was_forked_after_an_interrupt_works():
             code = 1
             try:
                 lz.configure(strict_mode=False)
-                code = (0 if torch.equal(lz.rms_norm(x), normed(x))
-                        or torch.allclose(lz.rms_norm(x), normed(x)) else 2)
+                code = (0 if torch.equal(lz.rms_norm(x), normalized(x))
+                        or torch.allclose(lz.rms_norm(x), normalized(x)) else 2)
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -142,8 +142,8 @@ def test_a_failed_certification_is_remembered(own_cache) -> None:
     certificates.write_failure(failure_of(bad, "cpu", verdict), here)
     publish()
     assert lz.which("rms_norm", x) != "fake.bad"
-    told = str(lz.explain("rms_norm", x))
-    assert "fake.bad" in told and "failed when it was verified here" in told
+    output = str(lz.explain("rms_norm", x))
+    assert "fake.bad" in output and "failed when it was verified here" in output
     assert certificates.failures([bad], here)["fake.bad"].code is Code.CERTIFICATION_FAILED
     assert lz.which("rms_norm", x, backend="fake.bad") == "fake.bad"
     path = certificates.folder(here) / "fake.bad.failed.json"
@@ -183,16 +183,18 @@ def test_an_argument_is_named_if_the_call_is_right_without_it_alone() -> None:
     kernel = _wrong_where(lambda x, offset: offset)
     results = [check_case(kernel, case, "float32") for case in (
         {}, {"eps": 1.0}, {"offset": 1.0}, {"offset": -0.5, "eps": 1.0, "hidden": 17})]
-    told = diagnose(kernel, results)
-    assert told is not None and told.kind == "convention" and "without offset (" in told.says
+    diagnosis = diagnose(kernel, results)
+    assert (diagnosis is not None and diagnosis.kind == "convention"
+            and "without offset (" in diagnosis.says)
 
 
 def test_a_forward_pass_that_is_wrong_is_not_called_right() -> None:
     kernel = _wrong_where(lambda x, offset: torch.is_grad_enabled())
     results = [check_case(kernel, {}, "float32"), check_gradients(kernel, {}, "float32")]
     assert [r.status for r in results] == ["passed", "failed"]
-    told = diagnose(kernel, results)
-    assert told is not None and told.kind == "mode" and "forward pass is right" not in told.says
+    diagnosis = diagnose(kernel, results)
+    assert (diagnosis is not None and diagnosis.kind == "mode"
+            and "forward pass is right" not in diagnosis.says)
 
 
 def test_what_is_wrong_in_a_few_last_rows_is_told_so() -> None:
@@ -206,8 +208,9 @@ def test_what_is_wrong_in_a_few_last_rows_is_told_so() -> None:
 
     kernel = Kernel("fake.tail", RMS_NORM, load)
     results = [check_case(kernel, {"rows": (n,)}, "float32") for n in (5, 6, 9)]
-    told = diagnose(kernel, results)
-    assert told is not None and told.kind == "last rows" and "0.0 times" not in str(told)
+    diagnosis = diagnose(kernel, results)
+    assert (diagnosis is not None and diagnosis.kind == "last rows"
+            and "0.0 times" not in str(diagnosis))
 
 
 @pytest.mark.parametrize("name", ["page_count_in_8_bits", "page_ids_in_15_bits",

@@ -77,14 +77,14 @@ def with_picture(name: str, pads: tuple[int, ...] = (0,)) -> dict[str, Tensor]:
     for row, n in enumerate(pads):             # to the left what has less padding
         ids[row] = torch.cat([ids[row, :n], ids[row, max(pads):], ids[row, 2:2 + max(pads) - n]])
     mask = (ids != 0).long()
-    given = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if name.startswith("qwen"):
         patches = torch.randn(16 * batch, 3 * 16, generator=generator)
         grid = torch.tensor([[1, 4, 4]] * batch)
-        return {**given, "pixel_values": patches, "image_grid_thw": grid,
+        return {**inputs, "pixel_values": patches, "image_grid_thw": grid,
                 "mm_token_type_ids": (ids == PICTURE).int()}
     pixels = torch.randn(batch, 3, 32, 32, generator=generator)
-    given["pixel_values"] = pixels[:, None] if name == "smolvlm" else pixels
+    inputs["pixel_values"] = pixels[:, None] if name == "smolvlm" else pixels
     if name in ("gemma3", "paligemma"):
-        given["token_type_ids"] = (ids == PICTURE).long()
-    return given
+        inputs["token_type_ids"] = (ids == PICTURE).long()
+    return inputs

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers import happened, path, world
+from helpers import emitted, path, world
 
 from layerzero.integrations.transformers import register
 
-__all__ = ["happened", "path", "world"]
+__all__ = ["emitted", "path", "world"]
 
 register()
 

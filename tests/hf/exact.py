@@ -46,8 +46,8 @@ def _forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_m
     return attend(query, key, value, attention_mask, position_bias, scaling, softcap, s_aux), None
 
 
-def _mask(**given: Any) -> Tensor:
-    return sdpa_mask(**{**given, "allow_is_causal_skip": False,
+def _mask(**options: Any) -> Tensor:
+    return sdpa_mask(**{**options, "allow_is_causal_skip": False,
                         "allow_is_bidirectional_skip": False})
 
 

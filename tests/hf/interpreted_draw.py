@@ -22,11 +22,11 @@ def check(batch: int, vocab: int, eos: list[int], pad: int | None, dtype: torch.
     kept = torch.where(unfinished, want, pad) if pad is not None else want
     left = unfinished & torch.isin(kept, torch.tensor(eos, dtype=torch.int64), invert=True)
     count, row = torch.tensor([7]), torch.tensor([2])
-    log, given = torch.full((5, batch), -1), torch.full((batch, 1), -1)
+    log, inputs = torch.full((5, batch), -1), torch.full((batch, 1), -1)
     triton_draw.append(scores, torch.tensor(eos, dtype=torch.int64),
                        None if pad is None else torch.tensor([pad]), unfinished, count, row, log,
-                       given)
-    assert torch.equal(given[:, 0], kept) and torch.equal(log[2], kept), (given, kept)
+                       inputs)
+    assert torch.equal(inputs[:, 0], kept) and torch.equal(log[2], kept), (inputs, kept)
     assert (log[[0, 1, 3, 4]] == -1).all() and (int(count), int(row)) == (8, 3)
     assert torch.equal(unfinished, left if eos else unfinished)
 
@@ -56,8 +56,8 @@ def check_few(vocab: int, special: str = "", dtype: torch.dtype = torch.float32)
     t, k = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0, 5.0]), torch.tensor([50, 1, 7, 128, 3, 100])
     p, m = torch.tensor([0.9, 1.0, 0.5, 0.95, 0.0, 1.0]), torch.tensor([0.0, 0, 0.1, 0, 0, 0.3])
     u = torch.rand(batch, generator=gen, dtype=torch.float64)
-    found = triton_top_k.draw(scores, t, k, p, m, u)
-    for i, token in enumerate(found.tolist()):
+    drawn = triton_top_k.draw(scores, t, k, p, m, u)
+    for i, token in enumerate(drawn.tolist()):
         row = torch.where(scores[i].isnan(), -torch.inf, scores[i].float())
         if not (row > -torch.inf).any():
             assert token == -1

@@ -50,15 +50,15 @@ def check_attend(batch: int, heads: int, kv_heads: int, dim: int, room: int, len
     gen = torch.Generator().manual_seed(1)
     query = torch.randn(batch, heads, dim, generator=gen).to(HALF)
     keys, values = (torch.randn(batch, room, kv_heads, dim, generator=gen).to(HALF) for _ in "kv")
-    found = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5, window,
-                               softcap)
+    output = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5, window,
+                                softcap)
     for i, n in enumerate(lengths):
         first = max(0, n - window) if window else 0
         k, v = (t[i, first:n].repeat_interleave(heads // kv_heads, 1).float()
                 for t in (keys, values))
         scores = torch.einsum("hd,nhd->hn", query[i].float(), k) * dim ** -0.5
         weights = (torch.tanh(scores / softcap) * softcap if softcap else scores).softmax(-1)
-        torch.testing.assert_close(found[i].float(), torch.einsum("hn,nhd->hd", weights, v),
+        torch.testing.assert_close(output[i].float(), torch.einsum("hn,nhd->hd", weights, v),
                                    rtol=5e-3, atol=5e-3)
 
 
@@ -77,8 +77,8 @@ def check_whole_step(model_class: type, config_class: type, **more: Any) -> None
     report._step._captured.forget(1)
     cache = model(ids[:, :6], use_cache=True).past_key_values
     for n, want in zip((7, 8, 9), expected):
-        found = model(ids[:, n - 1:n], past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(found.float(), want.float(), rtol=2e-2, atol=2e-2)
+        logits = model(ids[:, n - 1:n], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits.float(), want.float(), rtol=2e-2, atol=2e-2)
     assert "one launch" in report.kernels["attention, captured"]
 
 

@@ -136,10 +136,10 @@ def test_the_step_in_a_cuda_graph(name, dtype, monkeypatch):
         expected = torch.cat([model(t, past_key_values=cache).logits for t in tokens])
         report = accelerate(model, measure=False, patch=False)
         cache = model(ids, use_cache=True).past_key_values
-        found = torch.cat([model(t, past_key_values=cache).logits for t in tokens])
+        logits = torch.cat([model(t, past_key_values=cache).logits for t in tokens])
     assert report.served["captured"] >= len(tokens) and not report.declined, str(report)
     assert "in a CUDA graph" in str(report)
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    error = float((logits.float() - expected.float()).norm() / expected.float().norm())
     assert error < 5e-2, str(report)
 
 
@@ -247,8 +247,8 @@ def test_what_more_is_asked_for(model, more, why):
     model.set_attn_implementation("eager")
     expected = one_token(model, **more)
     report = accelerate(model, measure=False, patch=False)
-    found = one_token(model, **more)
-    assert type(found) is type(expected) and len(found) == len(expected)
+    result = one_token(model, **more)
+    assert type(result) is type(expected) and len(result) == len(expected)
     assert [why in reason for reason in report.declined] == [True]
 
 
@@ -319,8 +319,8 @@ def test_a_base_model_without_a_head():
         expected = model(torch.tensor([[5]]), past_key_values=cache).last_hidden_state
         with accelerate(model, measure=False) as report:
             cache = model(prompt(), use_cache=True).past_key_values
-            found = model(torch.tensor([[5]]), past_key_values=cache).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            result = model(torch.tensor([[5]]), past_key_values=cache).last_hidden_state
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     assert report.error is not None
 
 

@@ -120,15 +120,15 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes):
     return model.to(dtype)
 
 
-def generate(model, given=None, new: int = 14, **options):
-    given = (given or {"input_ids": (ids := models.tokens(1, 9)),
-                       "attention_mask": torch.ones_like(ids)})
+def generate(model, inputs=None, new: int = 14, **options):
+    inputs = (inputs or {"input_ids": (ids := models.tokens(1, 9)),
+                         "attention_mask": torch.ones_like(ids)})
     torch.manual_seed(5)
-    return model.generate(**given, max_new_tokens=new, **{"do_sample": False, **options})
+    return model.generate(**inputs, max_new_tokens=new, **{"do_sample": False, **options})
 
 
 @torch.no_grad()
-def decoded(model, ids, before: int = 5, cache=None):
+def decode(model, ids, before: int = 5, cache=None):
     """The logits of the tokens after the first few, one by one."""
     cache = model(ids[:, :before], past_key_values=cache, use_cache=True).past_key_values
     return torch.cat([model(ids[:, i:i + 1], past_key_values=cache)[0]
@@ -138,19 +138,19 @@ def decoded(model, ids, before: int = 5, cache=None):
 @pytest.mark.parametrize("name", MORE)
 def test_the_same_logits(name):
     model, ids = build(name), models.tokens(2, 14)
-    expected = decoded(model, ids)
+    expected = decode(model, ids)
     report = accelerate(model, measure=False, patch=False)
-    torch.testing.assert_close(decoded(model, ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decode(model, ids), expected, rtol=1e-4, atol=1e-4)
     assert report.error < 1e-4 and not report.declined and report.served["step"] >= 9, str(report)
     report.undo()
-    assert torch.equal(decoded(model, ids), expected)
+    assert torch.equal(decode(model, ids), expected)
 
 
 @pytest.mark.parametrize("name", MAX_USED)
 def test_the_same_tokens(name):
     model, batch = build(name), models.padded(9)
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    logits = decoded(model, models.tokens(1, 12))
+    logits = decode(model, models.tokens(1, 12))
     alone, padded = generate(model), generate(model, batch)
     report = accelerate(model, measure=False)
     assert torch.equal(generate(model), alone) and torch.equal(generate(model, batch), padded)
@@ -159,7 +159,7 @@ def test_the_same_tokens(name):
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     report.undo()
     # to the last bit
-    assert torch.equal(decoded(model, models.tokens(1, 12)), logits)
+    assert torch.equal(decode(model, models.tokens(1, 12)), logits)
     assert all(v.stride() == state[k].stride() for k, v in model.state_dict().items())
 
 
@@ -184,22 +184,22 @@ def test_fixed_buffers(name, monkeypatch):
                                   "mixtral", "Cohere2"])
 def test_in_a_cuda_graph(name):
     model, ids = build(name, torch.float16).cuda(), models.tokens(2, 40).cuda()
-    expected = decoded(model, ids)
+    expected = decode(model, ids)
     report = accelerate(model, measure=False, patch=False)
-    found = decoded(model, ids)
+    result = decode(model, ids)
     assert sum(report.served.values()) >= 35, str(report)
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
+    assert float((result.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
         report)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi", "qwen2_moe"])
 def test_bfloat16_is_no_worse_than_stock(name):
     ids = models.tokens(1, 24)
-    exact = decoded(build(name, torch.bfloat16).float(), ids)
+    exact = decode(build(name, torch.bfloat16).float(), ids)
     model = build(name, torch.bfloat16)
 
     def error():
-        return float((decoded(model, ids).float() - exact).norm() / exact.norm())
+        return float((decode(model, ids).float() - exact).norm() / exact.norm())
 
     stock = error()
     report = accelerate(model, measure=False)
@@ -225,10 +225,10 @@ def test_every_way_to_generate(name, how):
 
 def test_a_static_cache():
     model, batch = build("qwen3_moe"), models.padded(9)
-    before = [generate(model, given, cache_implementation="static") for given in (None, batch)]
+    before = [generate(model, inputs, cache_implementation="static") for inputs in (None, batch)]
     report = accelerate(model, measure=False)
-    for given, tokens in zip((None, batch), before):
-        assert torch.equal(generate(model, given, cache_implementation="static"), tokens)
+    for inputs, tokens in zip((None, batch), before):
+        assert torch.equal(generate(model, inputs, cache_implementation="static"), tokens)
     assert report.served == {"step": 26} and not report.declined, str(report)
 
 
@@ -272,9 +272,9 @@ def test_a_step_that_breaks_leaves_a_quantized_or_static_cache_as_it_was(monkeyp
 
 def test_a_window_in_a_cache_that_keeps_everything():
     model, ids = build("gemma3"), models.tokens(1, 20)
-    expected = decoded(model, ids, cache=DynamicCache())
+    expected = decode(model, ids, cache=DynamicCache())
     report = accelerate(model, measure=False)
-    torch.testing.assert_close(decoded(model, ids, cache=DynamicCache()), expected, rtol=1e-4,
+    torch.testing.assert_close(decode(model, ids, cache=DynamicCache()), expected, rtol=1e-4,
                                atol=1e-4)
     assert report.served["step"] >= 15 and not report.declined
 
@@ -295,8 +295,8 @@ def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
 
     expected, stock = in_turns()
     accelerate(model, measure=False)
-    found, ours = in_turns()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    result, ours = in_turns()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     assert [type(layer) for layer in ours.layers] == [GrowingWindow] * 2
     for a, b in zip(stock.layers, ours.layers):
         assert (a.get_seq_length() == b.get_seq_length()
@@ -364,8 +364,8 @@ def test_only_the_chosen_experts_are_read():
         for expert in set(range(4)) - chosen:
             moe.experts.gate_up_proj[expert] = float("nan")
             moe.experts.down_proj[expert] = float("nan")
-        found = model(ids[:, 11:], past_key_values=copy.deepcopy(before)).logits
-    assert len(chosen) == 2 and torch.equal(found, expected) and found.isfinite().all()
+        logits = model(ids[:, 11:], past_key_values=copy.deepcopy(before)).logits
+    assert len(chosen) == 2 and torch.equal(logits, expected) and logits.isfinite().all()
 
 
 def test_a_model_may_have_experts_in_some_layers_only():
@@ -401,13 +401,13 @@ def test_what_a_kernel_of_the_plain_step_must_not_serve(name, what):
 
 def test_two_models_in_turns_share_nothing():
     ids, pair = models.tokens(1, 14), [build("gemma3"), build("gemma3", seed=3)]
-    expected = [decoded(model, ids) for model in pair]
+    expected = [decode(model, ids) for model in pair]
     reports = [accelerate(model, measure=False) for model in pair]
-    for found, want in zip([decoded(model, ids) for model in pair], expected):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    for result, want in zip([decode(model, ids) for model in pair], expected):
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
     reports[0].undo()
-    torch.testing.assert_close(decoded(pair[1], ids), expected[1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(decoded(pair[0], ids), expected[0]) and reports[1].served
+    torch.testing.assert_close(decode(pair[1], ids), expected[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(decode(pair[0], ids), expected[0]) and reports[1].served
 
 
 def test_arguments_by_position_as_the_model_takes_them():
@@ -461,7 +461,7 @@ def test_weights_loaded_in_place_are_seen_by_every_part():
         model, other, ids = build(name), build(name, seed=3), models.tokens(1, 12)
         report = accelerate(model, measure=False)
         model.load_state_dict(other.state_dict())
-        torch.testing.assert_close(decoded(model, ids), decoded(other, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decode(model, ids), decode(other, ids), rtol=1e-4, atol=1e-4)
         assert not report.declined
 
 

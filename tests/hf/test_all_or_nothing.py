@@ -71,17 +71,17 @@ def no_difference(monkeypatch):
 @torch.no_grad()
 def test_models_that_take_something_else(build, no_difference):
     torch.manual_seed(0)
-    model, given = build()
+    model, inputs = build()
     model.eval()
-    stock = model(**given).logits
+    stock = model(**inputs).logits
     torch.manual_seed(1)                       # their own code draws, in eval mode too
     before = state(model)
     report = accelerate(model)
     assert report.done and any("no decode step" in text for text in report.left), report
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(**inputs).logits, stock, rtol=1e-4, atol=1e-5)
     assert unaccelerate(model) and not unaccelerate(model)
     torch.manual_seed(1)
-    assert state(model) == before and model(**given).logits.equal(stock)
+    assert state(model) == before and model(**inputs).logits.equal(stock)
 
 
 PLACES = {"the copy": (copy, "deepcopy"), "the patch": (home, "apply_patch"),
@@ -157,14 +157,14 @@ def test_what_was_patched_before_stays_patched():
 
 
 def test_a_forward_of_the_users_own_stays():
-    model, given = tiny("llama"), inputs("llama")
+    model, model_inputs = tiny("llama"), inputs("llama")
     own = model.forward
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)
     set_by_user = model.forward
     report = accelerate(model, measure=False)
     assert "forward of its own" in str(report) and model.forward is set_by_user
     assert unaccelerate(model) and model.forward is set_by_user
-    model(**given)
+    model(**model_inputs)
 
 
 def test_a_part_that_is_accelerated_stays_so():

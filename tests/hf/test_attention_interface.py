@@ -245,7 +245,8 @@ def by_pattern(pattern: Pattern, queries: int, keys: int) -> torch.Tensor:
     return mask
 
 
-def asked(queries, keys, q_offset=0, kv_offset=0, window=None, padding=None, function=None, **more):
+def mask_arguments(queries, keys, q_offset=0, kv_offset=0, window=None, padding=None, function=None,
+                   **more):
     causal = masking_utils.causal_mask_function
     function = (function or (causal if window is None
                              else masking_utils.sliding_window_causal_mask_function(window)))
@@ -265,9 +266,9 @@ def test_a_pattern_says_what_its_mask_says():
         if kv_offset > q_offset:
             continue
         keys = q_offset + queries - kv_offset + more_keys
-        given = asked(queries, keys, q_offset, kv_offset, window)
-        stock = masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})[0, 0]
-        mine = attention_mask(**given)
+        inputs = mask_arguments(queries, keys, q_offset, kv_offset, window)
+        stock = masking_utils.sdpa_mask(**{**inputs, "allow_is_causal_skip": False})[0, 0]
+        mine = attention_mask(**inputs)
         # then is_causal must say it, top-left and past the keys not there
         if mine is None:
             said = (torch.ones(queries, keys, dtype=torch.bool).tril() if queries > 1
@@ -276,24 +277,24 @@ def test_a_pattern_says_what_its_mask_says():
             assert torch.equal(mine[0, 0], stock)
             said = by_pattern(pattern_of(mine), queries, keys)
             patterns += 1
-        assert torch.equal(said, stock), given
+        assert torch.equal(said, stock), inputs
     assert patterns > 50
 
 
 def test_a_bidirectional_window_has_a_pattern():
     function = masking_utils.sliding_window_bidirectional_mask_function(2)
-    given = asked(7, 7, function=function, allow_is_causal_skip=False,
-                  allow_is_bidirectional_skip=True, local_size=2)
-    mask = attention_mask(**given)
+    inputs = mask_arguments(7, 7, function=function, allow_is_causal_skip=False,
+                            allow_is_bidirectional_skip=True, local_size=2)
+    mask = attention_mask(**inputs)
     assert torch.equal(by_pattern(pattern_of(mask), 7, 7), mask[0, 0])
 
 
 def test_padding_has_no_pattern_unless_it_slid_out_of_the_window():
     padding = torch.ones(2, 8, dtype=torch.bool)
     padding[1, :2] = False
-    mask = attention_mask(**asked(3, 8, 5, padding=padding))
+    mask = attention_mask(**mask_arguments(3, 8, 5, padding=padding))
     assert pattern_of(mask) is None and not mask[1, ..., :2].any()
-    slid = attention_mask(**asked(1, 8, 7, window=3, padding=padding))
+    slid = attention_mask(**mask_arguments(1, 8, 7, window=3, padding=padding))
     assert pattern_of(slid) == Pattern(5, 8, False, -1, -1)
 
 
@@ -303,14 +304,14 @@ def test_other_shapes_have_no_pattern():
         masking_utils.causal_mask_function,
         masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)))
     for function in (chunked, packed):
-        given = asked(6, 6, function=function, allow_is_causal_skip=False)
-        assert pattern_of(attention_mask(**given)) is None
+        inputs = mask_arguments(6, 6, function=function, allow_is_causal_skip=False)
+        assert pattern_of(attention_mask(**inputs)) is None
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_changed_mask_has_no_pattern(inference):
     with torch.inference_mode(inference):
-        mask = attention_mask(**asked(3, 8, 5, batch_size=1))
+        mask = attention_mask(**mask_arguments(3, 8, 5, batch_size=1))
         assert pattern_of(mask) == Pattern(0, 8, True, -1, -1)
         assert pattern_of(mask[..., :7]) is None and pattern_of(mask.clone()) is None
         assert masks.pattern_of(mask, 3, 7) is None            # for other keys than it was made for
@@ -354,15 +355,15 @@ def test_packed_sequences_do_not_see_each_other():
 
 # whole models
 
-def logits_of(model, given) -> torch.Tensor:
+def logits_of(model, inputs) -> torch.Tensor:
     with torch.no_grad():
-        out = model(**given)
+        out = model(**inputs)
     return out.logits_per_image if hasattr(out, "logits_per_image") else out.logits
 
 
-def in_double(family, given) -> torch.Tensor:
+def in_double(family, inputs) -> torch.Tensor:
     return logits_of(exact_model(family),
-                     {k: v.double() if v.is_floating_point() else v for k, v in given.items()})
+                     {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
 
 
 INTERFACED = [family for family in FAMILIES if family != "falcon"]
@@ -371,9 +372,9 @@ INTERFACED = [family for family in FAMILIES if family != "falcon"]
 @pytest.mark.parametrize("family", INTERFACED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_are_as_close_to_the_truth_as_stock(family, dtype):
-    given = inputs(family)
-    truth = in_double(family, given)
-    cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
+    model_inputs = inputs(family)
+    truth = in_double(family, model_inputs)
+    cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model_inputs.items()}
 
     def error(implementation):
         return (logits_of(tiny(family, attn_implementation=implementation).to(dtype), cast)
@@ -386,9 +387,9 @@ def test_logits_are_as_close_to_the_truth_as_stock(family, dtype):
 # Falcon has attention of its own.
 @pytest.mark.parametrize("family", [family for family in CAUSAL if family != "falcon"])
 def test_padding_on_the_left_changes_nothing(family):
-    model, given = tiny(family, attn_implementation="layerzero"), padded(pads=(0, 5))
+    model, inputs = tiny(family, attn_implementation="layerzero"), padded(pads=(0, 5))
     with torch.no_grad():
-        places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        together = model(**given, position_ids=places).logits[1, 5:]
-        alone = model(given["input_ids"][1:, 5:]).logits[0]
+        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        together = model(**inputs, position_ids=places).logits[1, 5:]
+        alone = model(inputs["input_ids"][1:, 5:]).logits[0]
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=2e-5)

@@ -55,10 +55,10 @@ def test_what_is_loaded_is_patched(saved):
     before, logits = generate(stock), stock(models.tokens()).logits
     auto = lz.auto()
     loaded = AutoModelForCausalLM.from_pretrained(saved)
-    made = AutoModelForCausalLM.from_config(stock.config)
+    config = AutoModelForCausalLM.from_config(stock.config)
     own = transformers.LlamaForCausalLM.from_pretrained(saved)
-    assert patched(stock) == 0 and all(map(patched, (loaded, made, own)))
-    assert [entry.model for entry in auto.models] == [loaded, made, own]
+    assert patched(stock) == 0 and all(map(patched, (loaded, config, own)))
+    assert [entry.model for entry in auto.models] == [loaded, config, own]
     assert torch.equal(generate(loaded), before)
     assert loaded.config._attn_implementation == "layerzero"
     assert "lz.auto is on, 3 models loaded so far" in str(auto) and "lz.attention" in str(auto)
@@ -119,11 +119,11 @@ def test_an_attention_that_is_named_stays(saved):
         model = AutoModelForCausalLM.from_pretrained(saved, **eager)
         own = transformers.LlamaForCausalLM.from_pretrained(saved, **eager)
         config = transformers.AutoConfig.from_pretrained(saved)
-        made = AutoModelForCausalLM.from_config(config, **eager)
+        loaded = AutoModelForCausalLM.from_config(config, **eager)
         default = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="sdpa")
     assert default.config._attn_implementation == "layerzero"
     assert [bool(entry.note) for entry in lz.auto(False).models] == [True, True, True, False]
-    for one in (model, own, made):
+    for one in (model, own, loaded):
         assert one.config._attn_implementation == "eager" and patched(one)
         recipes = [recipe for m in one.modules() if (recipe := recipe_of(m)) is not None]
         assert not any(recipe.kind == "attention" or recipe.eager for recipe in recipes)
@@ -140,7 +140,7 @@ def test_an_attention_that_is_registered_stays(saved):
     assert "attn_implementation='exact' was chosen for it and stays" in str(auto)
 
 
-def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, happened):
+def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, emitted):
     def broken(model, **options):
         raise RuntimeError("no luck")
 
@@ -149,7 +149,7 @@ def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, happened):
         model = AutoModelForCausalLM.from_pretrained(saved)
     assert patched(model) == 0
     assert "LlamaForCausalLM: left as it was\nRuntimeError: no luck" in str(auto)
-    assert [e.op for e in happened if isinstance(e, Fallback)] == ["auto"]
+    assert [e.op for e in emitted if isinstance(e, Fallback)] == ["auto"]
 
 
 def test_a_load_that_fails_says_what_it_said(tmp_path, saved):

@@ -37,8 +37,8 @@ def build(family: str, **changes):
 
 
 def arguments(family: str, pads: tuple[int, ...] = (0, 5)):
-    given = padded(pads=pads)
-    return {**given, "decoder_input_ids": tokens(2, 7, seed=3)} if family == "t5gemma" else given
+    inputs = padded(pads=pads)
+    return {**inputs, "decoder_input_ids": tokens(2, 7, seed=3)} if family == "t5gemma" else inputs
 
 
 def left(report) -> str:
@@ -64,16 +64,16 @@ def half():
 
 @torch.no_grad()
 def test_a_registered_attention_stays(half):
-    model, given = tiny("llama", attn_implementation="half"), inputs("llama")
-    stock, config = model(**given).logits, model.config
+    model, model_inputs = tiny("llama", attn_implementation="half"), inputs("llama")
+    stock, config = model(**model_inputs).logits, model.config
     report = patch(model)
     assert ("'half'" in left(report) and "attention" not in report.counts()
             and report.counts()["linear"] == 8)
     half.clear()
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**model_inputs).logits, stock, rtol=1e-4, atol=1e-4)
     assert len(half) == 2 and model.config is config and config._attn_implementation == "half"
     unpatch(model)
-    assert model(**given).logits.equal(stock)
+    assert model(**model_inputs).logits.equal(stock)
 
 
 @torch.no_grad()
@@ -88,15 +88,15 @@ def test_a_registered_attention_gets_no_decode_step(half):
 
 @torch.no_grad()
 def test_one_part_of_a_model_has_its_own_attention(half):
-    model, given = tiny("clip"), inputs("clip")
+    model, model_inputs = tiny("clip"), inputs("clip")
     model.set_attn_implementation({"text_config": "half", "vision_config": "sdpa"})
-    stock = model(**given).logits_per_text
+    stock = model(**model_inputs).logits_per_text
     report = patch(model)
     assert report.counts()["attention"] == 2 and "'half'" in left(report)
     assert model.text_model.config._attn_implementation == "half"
     assert model.vision_model.config._attn_implementation == "layerzero"
     half.clear()
-    torch.testing.assert_close(model(**given).logits_per_text, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**model_inputs).logits_per_text, stock, rtol=1e-4, atol=1e-4)
     assert len(half) == 2
 
 
@@ -104,22 +104,22 @@ def test_one_part_of_a_model_has_its_own_attention(half):
 @torch.no_grad()
 def test_another_function_in_the_place_of_torchs_stays(family, monkeypatch):
     """As those of other libraries say to do it: F.scaled_dot_product_attention = theirs."""
-    model, given, own = tiny(family), inputs(family), F.scaled_dot_product_attention
+    model, model_inputs, own = tiny(family), inputs(family), F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *args, **kwargs: own(*args, **kwargs) / 2)
-    stock = model(**given).logits
+    stock = model(**model_inputs).logits
     report = accelerate(model, measure=False)
     assert ("attention" not in report.patched.counts()
             and "scaled_dot_product_attention is" in left(report.patched))
     assert not report.kernels
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**model_inputs).logits, stock, rtol=1e-4, atol=1e-4)
     report.undo()
     monkeypatch.undo()
     patch(model)
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *args, **kwargs: own(*args, **kwargs) / 2)
     # that is the latest choice
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**model_inputs).logits, stock, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -175,22 +175,22 @@ def test_an_eager_function_that_computes_something_else_is_left(change, monkeypa
     assert "something else than lz.attention" in left(report) and "attention" not in report.counts()
 
 
-def outputs(model, given, **more):
-    out = model(**given, **more)
+def outputs(model, inputs, **more):
+    out = model(**inputs, **more)
     return {n: v for n, v in out.items() if "attentions" in n}, out.logits
 
 
 @pytest.mark.parametrize("family", EAGER)
 @torch.no_grad()
 def test_an_eager_model_keeps_its_weights_and_its_padding(family):
-    model, given = build(family), arguments(family)
-    stock_weights, stock = outputs(model, given, output_attentions=True)
+    model, inputs = build(family), arguments(family)
+    stock_weights, stock = outputs(model, inputs, output_attentions=True)
     config, keys = model.config, set(vars(model.config))
     report = patch(model, only=("attention", "rope"))
     assert report.counts()["attention"] == (2 if family != "t5gemma" else 6), report
     assert (model.config is config and set(vars(config)) == keys
             and config._attn_implementation == "eager")
-    weights, _ = outputs(model, given, output_attentions=True)
+    weights, _ = outputs(model, inputs, output_attentions=True)
     assert weights.keys() == stock_weights.keys()
     for name, layers in stock_weights.items():
         assert len(weights[name]) == len(layers) > 0
@@ -198,31 +198,32 @@ def test_an_eager_model_keeps_its_weights_and_its_padding(family):
             torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
     size = float(stock.abs().max())
     # of padding too
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-5 * size)
+    torch.testing.assert_close(model(**inputs).logits, stock, rtol=1e-4, atol=1e-5 * size)
     unpatch(model)
-    assert model(**given).logits.equal(stock)
+    assert model(**inputs).logits.equal(stock)
     assert type(next(m for m in model.modules()
                      if implementations.interface_forward(m))).__module__.startswith("transformers")
 
 
 @torch.no_grad()
 def test_weights_are_asked_for_in_other_ways(calls):
-    model, given = build("gemma2"), inputs("gemma2")
+    model, model_inputs = build("gemma2"), inputs("gemma2")
     patch(model)
     calls.clear()                              # those of trying it out
-    model(**given)
+    model(**model_inputs)
     assert len(calls) == 2
     model.config.output_attentions = True      # which an implementation that has none would refuse
-    assert len(model(**given).attentions) == 2 and len(calls) == 2
+    assert len(model(**model_inputs).attentions) == 2 and len(calls) == 2
     model.config.output_attentions = False
     seen = []
     handle = model.model.layers[1].self_attn.register_forward_hook(
         lambda m, args, out: seen.append(out[1]))
-    assert model(**given).attentions is None and len(calls) == 3 and seen[0].shape == (2, 4, 12, 12)
+    assert (model(**model_inputs).attentions is None and len(calls) == 3
+            and seen[0].shape == (2, 4, 12, 12))
     handle.remove()
-    model(**given)
+    model(**model_inputs)
     assert len(calls) == 5
-    ids = model.generate(given["input_ids"], max_new_tokens=3, do_sample=False,
+    ids = model.generate(model_inputs["input_ids"], max_new_tokens=3, do_sample=False,
                          output_attentions=True,
                          return_dict_in_generate=True)
     assert (len(ids.attentions) == 3 and all(layer is not None for step in ids.attentions
@@ -232,10 +233,10 @@ def test_weights_are_asked_for_in_other_ways(calls):
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @torch.no_grad()
 def test_padding_in_half_precision(dtype):
-    model, given = build("llama", num_hidden_layers=1).to(dtype), arguments("llama")
-    stock = model.model(**given).last_hidden_state.float()
+    model, inputs = build("llama", num_hidden_layers=1).to(dtype), arguments("llama")
+    stock = model.model(**inputs).last_hidden_state.float()
     patch(model, only="attention")
-    ours = model.model(**given).last_hidden_state.float()
+    ours = model.model(**inputs).last_hidden_state.float()
     assert float((ours - stock).abs().max()) <= 0.05 * float(stock.abs().max())
 
 
@@ -302,11 +303,12 @@ def test_gradients_and_dropout_of_an_eager_model():
     ("bert", lambda m: pickle.loads(pickle.dumps(m)))])
 @torch.no_grad()
 def test_an_eager_model_is_copied_and_pickled(family, again):
-    model, given = build(family), inputs(family)
+    model, model_inputs = build(family), inputs(family)
     patch(model, only=("attention", "rope"))
-    want = model(**given).logits
+    want = model(**model_inputs).logits
     twin = again(model)
-    assert twin(**given).logits.equal(want) and patch(twin, only=("attention", "rope")).changed == 0
+    assert twin(**model_inputs).logits.equal(want) and patch(twin, only=("attention",
+                                                                         "rope")).changed == 0
     assert unpatch(twin) == 2 and patch(twin, only="attention").counts() == {"attention": 2}
 
 

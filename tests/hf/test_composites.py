@@ -23,37 +23,37 @@ pytestmark = pytest.mark.integration
 NEW = 8
 
 
-def generate(model, given, new: int = NEW, **options):
+def generate(model, inputs, new: int = NEW, **options):
     torch.manual_seed(5)
-    return model.generate(**given, max_new_tokens=new, **{"do_sample": False, **options})
+    return model.generate(**inputs, max_new_tokens=new, **{"do_sample": False, **options})
 
 
 @pytest.mark.parametrize("name", [n for n in COMPOSITES if n != "llava of a window"])
 def test_the_same_tokens(name):
-    model, given = composite(name), with_picture(name)
-    before = generate(model, given)
+    model, inputs = composite(name), with_picture(name)
+    before = generate(model, inputs)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     with torch.no_grad():
-        logits = model(**given).logits
+        logits = model(**inputs).logits
     report = accelerate(model, measure=False)
     assert not report.served, "tokens of the trial are not the user's"
-    assert torch.equal(generate(model, given), before)
+    assert torch.equal(generate(model, inputs), before)
     assert report.served == {"step": NEW - 1} and not report.declined, str(report)
     assert report.error < 1e-4 and "layers of its" in str(report)
     report.undo()
     assert not any("forward" in vars(m) or "__reduce_ex__" in vars(m) for m in model.modules())
     with torch.no_grad():
-        assert torch.equal(model(**given).logits, logits)                      # to the last bit
+        assert torch.equal(model(**inputs).logits, logits)                      # to the last bit
     assert all(torch.equal(v, state[k]) and v.stride() == state[k].stride()
                for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["llava of a window", "qwen2_5_vl", "gemma3"])
 def test_batches_with_padding(name):
-    model, given = composite(name), with_picture(name, (0, 3))
-    before = generate(model, given)
+    model, inputs = composite(name), with_picture(name, (0, 3))
+    before = generate(model, inputs)
     report = accelerate(model, measure=False)
-    assert torch.equal(generate(model, given), before)
+    assert torch.equal(generate(model, inputs), before)
     assert report.served == {"step": NEW - 1} and not report.declined, str(report)
 
 
@@ -62,10 +62,10 @@ def test_fixed_buffers(name):
     """With and without a picture in turns: after one, a token stands at another position where
     these have axes."""
     model, cases = composite(name), [with_picture(name), words(), with_picture(name)]
-    before = [generate(model, given) for given in cases]
+    before = [generate(model, inputs) for inputs in cases]
     report = accelerate(model, measure=False, capture=True)
-    for given, tokens in zip(cases, before):
-        assert torch.equal(generate(model, given), tokens)
+    for inputs, tokens in zip(cases, before):
+        assert torch.equal(generate(model, inputs), tokens)
     assert report.served == {"captured": 3 * (NEW - 1)} and not report.declined, str(report)
 
 
@@ -73,35 +73,36 @@ def test_fixed_buffers(name):
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_in_a_cuda_graph(name):
     model = composite(name).cuda()
-    cases = [{k: v.cuda() for k, v in given.items()} for given in (with_picture(name), words())]
-    before = [generate(model, given) for given in cases]
+    cases = [{k: v.cuda() for k, v in inputs.items()} for inputs in (with_picture(name), words())]
+    before = [generate(model, inputs) for inputs in cases]
     report = accelerate(model, measure=False)
-    assert all(torch.equal(generate(model, given), tokens) for given, tokens in zip(cases, before))
+    assert all(torch.equal(generate(model, inputs), tokens) for inputs,
+               tokens in zip(cases, before))
     assert report.served == {"captured": 2 * (NEW - 1)}, str(report)
     assert "in a CUDA graph" in str(report)
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
 def test_other_ways_to_generate(how):
-    model, given = composite("qwen2_5_vl"), with_picture("qwen2_5_vl")
+    model, inputs = composite("qwen2_5_vl"), with_picture("qwen2_5_vl")
     try:
-        before = generate(model, given, **how)
+        before = generate(model, inputs, **how)
     except RuntimeError as e:                  # transformers 5.17 with beams and a picture
         pytest.skip(f"transformers itself does not serve it: {e}")
     with accelerate(model, measure=False) as report:
-        assert torch.equal(generate(model, given, **how), before)
+        assert torch.equal(generate(model, inputs, **how), before)
         assert report.served == {"step": NEW - 1} and not report.declined, str(report)
 
 
 def test_what_is_declined_is_counted():
-    model, given = composite("llava"), words()
-    before = generate(model, given)
+    model, inputs = composite("llava"), words()
+    before = generate(model, inputs)
     report = accelerate(model, measure=False)
 
     class Mine(DynamicCache):
         """Whose layers may be anything."""
 
-    assert torch.equal(generate(model, given, past_key_values=Mine()), before)
+    assert torch.equal(generate(model, inputs, past_key_values=Mine()), before)
     assert not report.served and sum(report.declined.values()) == NEW - 1
     assert list(report.declined) == ["a cache that is Mine"]
 
@@ -112,15 +113,15 @@ def test_it_is_timed():
 
 
 def test_a_copy_is_not_accelerated():
-    model, given = composite("blip2"), with_picture("blip2")
-    before = generate(model, given)
+    model, inputs = composite("blip2"), with_picture("blip2")
+    before = generate(model, inputs)
     accelerate(model, measure=False, patch=False)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert not any(isinstance(vars(m).get("forward"), Accelerated) for m in other.modules())
-        assert not unaccelerate(other) and torch.equal(generate(other, given), before)
+        assert not unaccelerate(other) and torch.equal(generate(other, inputs), before)
     assert unaccelerate(model)
 
 
@@ -149,14 +150,14 @@ def test_two_language_models_get_one_step():
 def one_by_one(model, ids, embedded: bool, mask=None):
     """The hidden states of the tokens after the fourth."""
     with torch.no_grad():
-        cache, found = model(ids[:, :4], use_cache=True).past_key_values, []
+        cache, results = model(ids[:, :4], use_cache=True).past_key_values, []
         for i in range(4, ids.shape[1]):
             token = ids[:, i:i + 1]
-            given = {"input_ids": token, "past_key_values": cache, "use_cache": True}
+            inputs = {"input_ids": token, "past_key_values": cache, "use_cache": True}
             if embedded:
-                given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
-            found.append(model(**given, attention_mask=mask and mask(i + 1))[0])
-    return torch.cat(found, 1)
+                inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+            results.append(model(**inputs, attention_mask=mask and mask(i + 1))[0])
+    return torch.cat(results, 1)
 
 
 @pytest.mark.parametrize("name, capture", [
@@ -195,18 +196,20 @@ def test_a_mask_that_is_made(additive):
 def test_a_mask_that_says_more_is_declined(mask, why):
     model, ids = models.tiny("qwen2"), models.tokens(2, 5)
     report = accelerate(model, measure=False)
-    said = pytest.raises(KeyError) if isinstance(mask(5), dict) else nullcontext()  # by the model
-    with said:
+    message = pytest.raises(KeyError) if isinstance(mask(5),
+                                                    dict) else nullcontext()  # by the model
+    with message:
         one_by_one(model, ids, False, mask)
     assert not report.served and why in next(iter(report.declined))
 
 
 def test_a_hook_on_the_inside_is_heard():
-    model, heard = composite("llava"), []
+    model, received = composite("llava"), []
     report = accelerate(model, measure=False)
-    hook = model.model.language_model.layers[0].register_forward_hook(lambda *args: heard.append(1))
+    layer = model.model.language_model.layers[0]
+    hook = layer.register_forward_hook(lambda *args: received.append(1))
     generate(model, words())
-    assert len(heard) == NEW and list(report.declined.values()) == [NEW - 1]
+    assert len(received) == NEW and list(report.declined.values()) == [NEW - 1]
     hook.remove()
     assert not ModelWatch(model.model.language_model).disturbed()
     generate(model, words())

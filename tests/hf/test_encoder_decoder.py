@@ -67,7 +67,7 @@ def music():
     return model
 
 
-def given(name: str, padded: bool = True):
+def make_inputs(name: str, padded: bool = True):
     gen = torch.Generator().manual_seed(3)
     if name == "whisper":
         return {"input_features": torch.randn(2, 16, 40, generator=gen)}
@@ -84,7 +84,7 @@ def generate(model, inputs, **options):
 
 @pytest.mark.parametrize("name", [*NAMES, "musicgen"])
 def test_the_same_tokens(name):
-    model, inputs = build(name), given(name)
+    model, inputs = build(name), make_inputs(name)
     before = generate(model, inputs)
     report = accelerate(model, measure=False, patch=name == "bart")
     assert torch.equal(generate(model, inputs), before)
@@ -97,7 +97,7 @@ def test_the_same_tokens(name):
 @pytest.mark.parametrize("name, how", [
     ("t5", {"num_beams": 2}), ("whisper", {"do_sample": True, "top_k": 20})], ids=str)
 def test_other_ways_to_generate(name, how):
-    model, inputs = build(name), given(name)
+    model, inputs = build(name), make_inputs(name)
     before = generate(model, inputs, **how)
     with accelerate(model, measure=False) as report:
         assert torch.equal(generate(model, inputs, **how), before)
@@ -106,7 +106,7 @@ def test_other_ways_to_generate(name, how):
 
 def test_biases_and_weights_written_in_place_are_seen():
     """Whisper's keys have no bias: the joined one holds zeros that belong to nobody."""
-    model, other, inputs = build("whisper"), models.tiny("whisper", seed=3), given("whisper")
+    model, other, inputs = build("whisper"), models.tiny("whisper", seed=3), make_inputs("whisper")
     before = generate(other, inputs)
     report = accelerate(model, measure=False, patch=False)
     model.load_state_dict(other.state_dict())
@@ -120,7 +120,7 @@ def test_relative_positions_beyond_the_first_table(monkeypatch):
     from layerzero.integrations.transformers.decoders import score_bias
 
     monkeypatch.setattr(score_bias, "MIN_DISTANCES", 4)
-    model, inputs = build("t5"), given("t5")
+    model, inputs = build("t5"), make_inputs("t5")
     before = generate(model, inputs)
     accelerate(model, measure=False, patch=False)
     assert torch.equal(generate(model, inputs), before)
@@ -166,7 +166,7 @@ def test_what_is_declined_is_counted():
 
 
 def test_a_copy_is_not_accelerated():
-    model, inputs = build("t5"), given("t5")
+    model, inputs = build("t5"), make_inputs("t5")
     before = generate(model, inputs)
     accelerate(model, measure=False, patch=False)
     other = copy.deepcopy(model)
@@ -182,7 +182,7 @@ def test_it_is_timed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["whisper", "bart", "t5"])
 def test_on_a_gpu(name):
-    model, inputs = build(name).cuda(), {k: v.cuda() for k, v in given(name).items()}
+    model, inputs = build(name).cuda(), {k: v.cuda() for k, v in make_inputs(name).items()}
     before = generate(model, inputs)
     report = accelerate(model, measure=False)
     assert torch.equal(generate(model, inputs), before)

@@ -33,7 +33,7 @@ def model(family: str, implementation: str, dtype: torch.dtype):
         family, attn_implementation=implementation).to(dtype)
 
 
-def given(family: str, side: str | None) -> dict[str, torch.Tensor]:
+def make_inputs(family: str, side: str | None) -> dict[str, torch.Tensor]:
     """A batch of seven as transformers tests it: the last row has two tokens of padding; None for
     no mask at all."""
     made = inputs(family, batch=7, length=10)
@@ -48,7 +48,7 @@ def given(family: str, side: str | None) -> dict[str, torch.Tensor]:
 
 def hidden(family: str, implementation: str, dtype: torch.dtype, side: str | None) -> torch.Tensor:
     values = {k: v.to(dtype) if v.is_floating_point() else v
-              for k, v in given(family, side).items()}
+              for k, v in make_inputs(family, side).items()}
     with torch.no_grad():
         out = model(family, implementation, dtype)(**values, output_hidden_states=True)
     if family == "clip":

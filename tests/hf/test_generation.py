@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 DEVICE = {"on the device": 1}
 
 
-class Told:
+class RecordingStreamer:
     """A streamer that remembers."""
 
     def __init__(self, most: int = 1000) -> None:
@@ -117,10 +117,10 @@ def test_more_tokens_than_the_first_buffers_hold(stock, served, monkeypatch):
 
 
 def test_a_streamer_gets_every_token_in_order_and_none_after_the_end(stock, served):
-    expected, told = Told(), Told()
+    expected, streamer = RecordingStreamer(), RecordingStreamer()
     want = generate(stock, new=30, eos_token_id=51, streamer=expected)
-    assert torch.equal(generate(served, new=30, eos_token_id=51, streamer=told), want)
-    assert told.tokens == expected.tokens and told.ended and len(told.tokens) < 30
+    assert torch.equal(generate(served, new=30, eos_token_id=51, streamer=streamer), want)
+    assert streamer.tokens == expected.tokens and streamer.ended and len(streamer.tokens) < 30
 
 
 @pytest.mark.parametrize("batch, lengths", [(1, (13,)), (3, (9, 14, 12))])
@@ -135,10 +135,10 @@ def test_a_criterion_sees_every_token_and_ends_rows(stock, served, batch, length
         saw.append(until.seen)
     assert torch.equal(results[0].sequences, results[1].sequences)
     assert len(saw[0]) == len(saw[1]) and all(map(torch.equal, *saw))
-    want, found = (r.past_key_values for r in results)
-    assert found.get_seq_length() == want.get_seq_length()
+    want, result = (r.past_key_values for r in results)
+    assert result.get_seq_length() == want.get_seq_length()
     if batch == 1:
-        for a, b in zip(want.layers, found.layers):
+        for a, b in zip(want.layers, result.layers):
             torch.testing.assert_close(b.keys, a.keys, rtol=1e-4, atol=1e-4)
 
 
@@ -157,11 +157,11 @@ def test_a_cache_goes_on_where_it_was(stock, served):
 
 
 def test_whoever_interrupts_finds_the_cache_of_the_tokens_he_saw(served):
-    cache, told = transformers.DynamicCache(config=served.config), Told(most=4)
+    cache, streamer = transformers.DynamicCache(config=served.config), RecordingStreamer(most=4)
     with pytest.raises(RuntimeError, match="went away"):
-        generate(served, new=20, past_key_values=cache, streamer=told)
+        generate(served, new=20, past_key_values=cache, streamer=streamer)
     # the prompt, then two tokens that were computed on after the streamer's third
-    assert len(told.tokens) == 4 and cache.get_seq_length() == 7 + 3
+    assert len(streamer.tokens) == 4 and cache.get_seq_length() == 7 + 3
     assert torch.equal(generate(served), generate(served))
 
 
@@ -177,10 +177,10 @@ def test_max_time_ends_it(served):
     ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1]])}, "padding")],
     ids=lambda value: value if isinstance(value, str) else "+".join(value))
 def test_the_rest_is_left_to_transformers(stock, served, how, why):
-    want, found = generate(stock, **how), generate(served, **how)
+    want, result = generate(stock, **how), generate(served, **how)
     if "output_scores" in how:
-        want, found = want.sequences, found.sequences
-    assert torch.equal(found, want)
+        want, result = want.sequences, result.sequences
+    assert torch.equal(result, want)
     report = served._layerzero_acceleration
     (reason, count), = report.generated.items()
     assert why in reason and count == 1 and f"transformers' own loop: {reason}" in str(report)
@@ -230,7 +230,7 @@ class Tired:
     def __init__(self, fixed, most: int) -> None:
         self.fixed, self.left, self.given_up = fixed, most, False
 
-    def __call__(self, given, state):
+    def __call__(self, inputs, state):
         self.left -= 1
         self.given_up = self.given_up or self.left < 0
         self.fixed._persistent = None
@@ -246,7 +246,7 @@ class Tired:
 def test_a_launch_that_gives_up_is_done_again_by_the_kernels(stock, how, monkeypatch):
     made = []
 
-    def faster(step, parts, rooms, angles, given, state, by_kernels):
+    def faster(step, parts, rooms, angles, inputs, state, by_kernels):
         made.append(Tired(by_kernels.__self__, 5)) if not made else None
         return None if step in generation.persistent._lost else made[0]
 
@@ -324,8 +324,8 @@ def test_the_public_criterion(stock, monkeypatch):
     wrong = copy.deepcopy(stock)
     with torch.no_grad():
         wrong.model.norm.weight.mul_(1.5)
-    found = criterion(wrong, stock, prompt(2), steps=3)
-    assert not found["passed"] and min(found["ours"]["kl"]) > 1e-3
+    agreement = criterion(wrong, stock, prompt(2), steps=3)
+    assert not agreement["passed"] and min(agreement["ours"]["kl"]) > 1e-3
 
 
 @pytest.mark.gpu

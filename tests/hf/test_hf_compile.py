@@ -31,8 +31,8 @@ def compiled_graphs(model, calls, backend: str) -> int:
     counters.clear()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
-        for given in calls:
-            torch.testing.assert_close(compiled(**given).logits, model(**given).logits, atol=1e-5,
+        for inputs in calls:
+            torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-5,
                                        rtol=1e-5)
     return counters["stats"]["unique_graphs"]
 
@@ -77,16 +77,17 @@ def test_decoding_with_a_static_cache_needs_no_more_graphs_than_stock(family, st
     ("llama", ONE_LAYER), pytest.param("gemma2", {}, marks=full),
     pytest.param("vit", {}, marks=full)])
 def test_exported_and_saved_and_loaded(family, changes, tmp_path):
-    model, given = tiny(family, attn_implementation="layerzero", **changes), inputs(family)
+    model, model_inputs = tiny(family, attn_implementation="layerzero", **changes), inputs(family)
     options = {"use_cache": False} if family != "vit" else {}
     length, batch = torch.export.Dim("length", min=2,
                                      max=64), torch.export.Dim("batch", min=1, max=8)
-    shapes = {name: {0: batch} if family == "vit" else {0: batch, 1: length} for name in given}
-    program = torch.export.export(model, (), {**given, **options},
+    shapes = {name: {0: batch} if family == "vit" else {0: batch,
+                                                        1: length} for name in model_inputs}
+    program = torch.export.export(model, (), {**model_inputs, **options},
                                   dynamic_shapes={**shapes, **dict.fromkeys(options)})
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
-    more = [(given, slice(None)), (inputs(family, batch=3, length=9, seed=7), slice(None))]
+    more = [(model_inputs, slice(None)), (inputs(family, batch=3, length=9, seed=7), slice(None))]
     # with padding, which the example had not: all but what is padded
     if family != "vit":
         more.append((padded(pads=(5,)), slice(5, None)))
@@ -96,13 +97,13 @@ def test_exported_and_saved_and_loaded(family, changes, tmp_path):
         torch.testing.assert_close(got[:, rows], want[:, rows], atol=1e-5, rtol=1e-5)
 
 
-def gradients(model, given, steps: int = 1, **autocast) -> dict[str, torch.Tensor]:
+def gradients(model, inputs, steps: int = 1, **autocast) -> dict[str, torch.Tensor]:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
-            loss = model(**given).loss
+            loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -110,13 +111,14 @@ def gradients(model, given, steps: int = 1, **autocast) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "t5", "bart", "bert"])
 def test_training_steps_have_the_gradients_of_stock(family):
-    given = {**inputs(family), "labels": tokens(2, 12, seed=3)}
-    given.pop("decoder_input_ids", None)
+    model_inputs = {**inputs(family), "labels": tokens(2, 12, seed=3)}
+    model_inputs.pop("decoder_input_ids", None)
     without = {"attention_dropout": 0.0} if family not in ("t5", "bert") else {}
     without |= {"t5": {"dropout_rate": 0.0}, "bart": {"dropout": 0.0}, "bert": {
         "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}}.get(family, {})
-    mine = gradients(tiny(family, attn_implementation="layerzero", **without), given, steps=2)
-    stock = gradients(tiny(family, attn_implementation="eager", **without), given, steps=2)
+    mine = gradients(tiny(family, attn_implementation="layerzero", **without), model_inputs,
+                     steps=2)
+    stock = gradients(tiny(family, attn_implementation="eager", **without), model_inputs, steps=2)
     assert mine.keys() == stock.keys()
     for name, grad in stock.items():
         torch.testing.assert_close(mine[name], grad, atol=2e-4, rtol=2e-3,
@@ -124,10 +126,10 @@ def test_training_steps_have_the_gradients_of_stock(family):
 
 
 def test_gradient_checkpointing_changes_no_gradient():
-    given = {**padded(), "labels": tokens(2, 12, seed=3)}
+    inputs = {**padded(), "labels": tokens(2, 12, seed=3)}
     plain, checkpointed = (tiny("mistral", attn_implementation="layerzero") for _ in range(2))
     checkpointed.gradient_checkpointing_enable()
-    want, got = gradients(plain, given), gradients(checkpointed, {**given, "use_cache": False})
+    want, got = gradients(plain, inputs), gradients(checkpointed, {**inputs, "use_cache": False})
     for name, grad in want.items():
         torch.testing.assert_close(got[name], grad)
 
@@ -145,12 +147,12 @@ def test_dropout_in_training_and_none_in_eval(calls):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "t5", "whisper"])
 def test_autocast_is_as_close_as_stock(family):
-    given = inputs(family)
-    truth = tiny(family)(**given).logits
+    model_inputs = inputs(family)
+    truth = tiny(family)(**model_inputs).logits
 
     def error(implementation):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return (tiny(family, attn_implementation=implementation)(**given).logits
+            return (tiny(family, attn_implementation=implementation)(**model_inputs).logits
                     - truth).abs().max()
 
     assert error("layerzero") <= 2 * error("eager")
@@ -158,12 +160,12 @@ def test_autocast_is_as_close_as_stock(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bart"])
 def test_fp16_is_as_close_as_stock(family):
-    given = inputs(family)
-    truth = tiny(family)(**given).logits
+    model_inputs = inputs(family)
+    truth = tiny(family)(**model_inputs).logits
 
     def error(implementation):
         with torch.no_grad():
-            return (tiny(family, attn_implementation=implementation).half()(**given).logits
+            return (tiny(family, attn_implementation=implementation).half()(**model_inputs).logits
                     - truth).abs().max()
 
     assert error("layerzero") <= 2 * error("eager")

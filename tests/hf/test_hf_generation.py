@@ -30,11 +30,11 @@ def pair(family: str, **changes):
             tiny(family, attn_implementation="layerzero", **changes))
 
 
-def generated(model, given, new: int = 7, **how) -> torch.Tensor:
+def generate(model, inputs, new: int = 7, **how) -> torch.Tensor:
     torch.manual_seed(0)
     options = {"do_sample": False, "max_new_tokens": new, "disable_compile": True,
                "pad_token_id": 0, **how}
-    return model.generate(**given, **options)
+    return model.generate(**inputs, **options)
 
 
 @pytest.mark.parametrize("family", INTERFACED)
@@ -42,20 +42,20 @@ def test_the_same_tokens_in_every_way(family):
     """A batch with padding on the left, past the sliding window where there is one."""
     stock, mine = pair(family)
     for way, how in WAYS.items():
-        given = padded(pads=(0, 5)) if way != "chunks" else {"input_ids": tokens(2, 12)}
-        assert torch.equal(generated(stock, given, **how), generated(mine, given, **how)), way
+        inputs = padded(pads=(0, 5)) if way != "chunks" else {"input_ids": tokens(2, 12)}
+        assert torch.equal(generate(stock, inputs, **how), generate(mine, inputs, **how)), way
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
 def test_encoder_decoders(family):
     stock, mine = pair(family)
-    given = {k: v for k, v in inputs(family).items() if k != "decoder_input_ids"}
+    model_inputs = {k: v for k, v in inputs(family).items() if k != "decoder_input_ids"}
     if family != "whisper":
-        given["attention_mask"][1, -4:] = 0
+        model_inputs["attention_mask"][1, -4:] = 0
     for way in ("dynamic", "static", "beam"):
         options = {**WAYS[way], "suppress_tokens": [0]} if family == "whisper" else WAYS[way]
-        assert torch.equal(generated(stock, given, **options),
-                           generated(mine, given, **options)), way
+        assert torch.equal(generate(stock, model_inputs, **options),
+                           generate(mine, model_inputs, **options)), way
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
@@ -63,10 +63,10 @@ def test_a_sliding_window_cache_and_a_plain_one(family):
     """Past the window: a cache that knows it keeps just the window, one that does not keeps
     everything."""
     stock, mine = pair(family)
-    given = {"input_ids": tokens(2, 9)}
-    want = generated(stock, given, new=14)
+    inputs = {"input_ids": tokens(2, 9)}
+    want = generate(stock, inputs, new=14)
     for make in (lambda: transformers.DynamicCache(config=stock.config), transformers.DynamicCache):
-        assert torch.equal(generated(mine, given, new=14, past_key_values=make()), want)
+        assert torch.equal(generate(mine, inputs, new=14, past_key_values=make()), want)
 
 
 @pytest.mark.parametrize("backend, module", [("quanto", "optimum.quanto"), ("hqq", "hqq")])
@@ -76,8 +76,8 @@ def test_quantized_cache(backend, module):
         pytest.skip(f"a quantized cache of this kind needs {module}, which is not installed")
     stock, mine = pair("llama")
     how = {"cache_implementation": "quantized", "cache_config": {"backend": backend, "nbits": 4}}
-    given = {"input_ids": tokens(2, 12)}
-    assert torch.equal(generated(stock, given, **how), generated(mine, given, **how))
+    inputs = {"input_ids": tokens(2, 12)}
+    assert torch.equal(generate(stock, inputs, **how), generate(mine, inputs, **how))
 
 
 class RoundedLayer(transformers.cache_utils.QuantizedLayer):
@@ -97,33 +97,33 @@ def test_a_cache_that_rounds(family):
     """Old keys come back rounded, the newest as they are: attention must take both in their order.
     """
     stock, mine = pair(family)
-    given = {"input_ids": tokens(2, 12)}
+    inputs = {"input_ids": tokens(2, 12)}
 
     def cache():
         return transformers.Cache(layers=[RoundedLayer(residual_length=4) for _ in range(2)])
 
-    rounded = generated(stock, given, past_key_values=cache())
-    assert torch.equal(rounded, generated(mine, given, past_key_values=cache()))
+    rounded = generate(stock, inputs, past_key_values=cache())
+    assert torch.equal(rounded, generate(mine, inputs, past_key_values=cache()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_assisted_by_a_smaller_model_and_by_the_prompt(family):
     stock, mine = pair(family)
-    given = {"input_ids": tokens(1, 10), "attention_mask": torch.ones(1, 10, dtype=torch.long)}
+    inputs = {"input_ids": tokens(1, 10), "attention_mask": torch.ones(1, 10, dtype=torch.long)}
     draft = tiny(family, seed=0, num_hidden_layers=1, layer_types=None,
                  attn_implementation="layerzero")
-    want = generated(stock, given, new=16)
-    assert torch.equal(generated(mine, given, new=16, assistant_model=draft), want)
-    assert torch.equal(generated(mine, given, new=16, prompt_lookup_num_tokens=3), want)
+    want = generate(stock, inputs, new=16)
+    assert torch.equal(generate(mine, inputs, new=16, assistant_model=draft), want)
+    assert torch.equal(generate(mine, inputs, new=16, prompt_lookup_num_tokens=3), want)
 
 
 def word_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>",
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>",
                                                 bos_token="<s>",
                                                 eos_token="</s>", padding_side="left")
 
@@ -143,16 +143,17 @@ def test_text_to_text():
     decode."""
     texts = ["w5 w9 w11 w30", "w7 w8"]
     tokenizer = word_tokenizer()
-    said = []
+    messages = []
     for model in pair("t5"):
         if "text2text-generation" in transformers.pipelines.PIPELINE_REGISTRY.get_supported_tasks():
             speak = transformers.pipeline("text2text-generation", model=model, tokenizer=tokenizer,
                                           device="cpu")
-            said.append(speak(texts, batch_size=2, do_sample=False, max_new_tokens=8))
+            messages.append(speak(texts, batch_size=2, do_sample=False, max_new_tokens=8))
         else:
-            given = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
-            said.append(tokenizer.batch_decode(generated(model, given, new=8)))
-    assert said[0] == said[1]
+            inputs = tokenizer(texts, padding=True, return_tensors="pt",
+                               return_token_type_ids=False)
+            messages.append(tokenizer.batch_decode(generate(model, inputs, new=8)))
+    assert messages[0] == messages[1]
 
 
 def test_a_real_model_speaks_the_same_words():
@@ -165,23 +166,23 @@ def test_a_real_model_speaks_the_same_words():
     except ConfigError as e:
         pytest.skip(str(e))
     model = build_llama(read.config, read.weights)
-    given = {"input_ids": torch.tensor([read.tokenize("The capital of France is")])}
-    want = generated(model, given, new=6)
+    inputs = {"input_ids": torch.tensor([read.tokenize("The capital of France is")])}
+    want = generate(model, inputs, new=6)
     model.set_attn_implementation("layerzero")
-    assert torch.equal(generated(model, given, new=6), want)
+    assert torch.equal(generate(model, inputs, new=6), want)
     assert "Paris" in read.detokenize(want[0].tolist())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "t5"])
 def test_on_a_gpu_half_precision_is_as_close_as_stock(family):
-    given = {k: v.cuda() for k, v in inputs(family, length=40).items()}
+    model_inputs = {k: v.cuda() for k, v in inputs(family, length=40).items()}
     with torch.no_grad():
-        truth = tiny(family, attn_implementation="eager").cuda()(**given).logits
+        truth = tiny(family, attn_implementation="eager").cuda()(**model_inputs).logits
 
         def error(implementation):
             model = tiny(family, attn_implementation=implementation).to("cuda", torch.bfloat16)
-            return (model(**given).logits - truth).abs().max()
+            return (model(**model_inputs).logits - truth).abs().max()
 
         assert error("layerzero") <= 2 * error("eager")
 
@@ -192,8 +193,8 @@ def test_on_a_gpu_the_same_tokens(family):
     """Greedy in fp32, with padding, with growing and static caches, the last of them compiled by
     generate itself."""
     stock, mine = (model.cuda() for model in pair(family))
-    given = {k: v.cuda() for k, v in padded(pads=(0, 5)).items()}
-    want = generated(stock, given, new=12)
+    inputs = {k: v.cuda() for k, v in padded(pads=(0, 5)).items()}
+    want = generate(stock, inputs, new=12)
     for how in ({}, {"cache_implementation": "static"},
                 {"cache_implementation": "static", "disable_compile": False}):
-        assert torch.equal(generated(mine, given, new=12, **how), want), how
+        assert torch.equal(generate(mine, inputs, new=12, **how), want), how

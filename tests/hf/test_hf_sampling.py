@@ -29,12 +29,12 @@ pytestmark = pytest.mark.integration
 SAMPLED = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8}
 
 
-def generated(model, rows: int = 2, **how):
+def generate(model, rows: int = 2, **how):
     torch.manual_seed(0)
     return model.generate(input_ids=tokens(rows, 9), max_new_tokens=6, pad_token_id=0, **how)
 
 
-def drawn() -> int:
+def draw_tokens() -> int:
     return sum(lz.stats().calls.get("sample", {}).values())
 
 
@@ -61,47 +61,47 @@ def test_the_probabilities_are_those_of_transformers(warpers):
 
 def test_generate_draws_by_lz_and_repeats_by_seed():
     model = tiny("llama")
-    stock, greedy = generated(model, **SAMPLED), generated(model, do_sample=False)
-    scored = generated(model, output_scores=True, return_dict_in_generate=True, **SAMPLED)
-    report, before = patch(model, only="sampling"), drawn()
+    stock, greedy = generate(model, **SAMPLED), generate(model, do_sample=False)
+    scored = generate(model, output_scores=True, return_dict_in_generate=True, **SAMPLED)
+    report, before = patch(model, only="sampling"), draw_tokens()
     assert report.counts() == {"sampling": 1} and "lz.sample" in str(report)
-    first = generated(model, **SAMPLED)
-    assert drawn() == before + 6 and generated(model, **SAMPLED).equal(first)
-    assert len({tuple(row) for row in generated(model, 1, num_return_sequences=8,
-                                                **SAMPLED).tolist()}) > 1
-    before = drawn()
-    assert generated(model, do_sample=False).equal(greedy)
-    again = generated(model, output_scores=True, return_dict_in_generate=True, **SAMPLED)
+    first = generate(model, **SAMPLED)
+    assert draw_tokens() == before + 6 and generate(model, **SAMPLED).equal(first)
+    assert len({tuple(row) for row in generate(model, 1, num_return_sequences=8,
+                                               **SAMPLED).tolist()}) > 1
+    before = draw_tokens()
+    assert generate(model, do_sample=False).equal(greedy)
+    again = generate(model, output_scores=True, return_dict_in_generate=True, **SAMPLED)
     assert (again.sequences.equal(scored.sequences)
             and all(map(torch.equal, again.scores, scored.scores)))
-    generated(model, num_beams=2, **SAMPLED)
-    assert drawn() == before
+    generate(model, num_beams=2, **SAMPLED)
+    assert draw_tokens() == before
     assert patch(model).counts()["sampling"] == 1 and "patched before" in str(patch(model))
-    assert unpatch(model) > 0 and generated(model, **SAMPLED).equal(stock)
+    assert unpatch(model) > 0 and generate(model, **SAMPLED).equal(stock)
 
 
 def test_it_is_left_to_transformers_unless_it_is_named():
     model = tiny("llama")
-    stock = generated(model, **SAMPLED)
+    stock = generate(model, **SAMPLED)
     row = next(r for r in patch(model).rows if r.kind == "sampling")
     assert not row.patched and "only='sampling'" in row.why
-    assert generated(model, **SAMPLED).equal(stock)
+    assert generate(model, **SAMPLED).equal(stock)
     with patched(model, only="sampling"):
-        before = drawn()
-        generated(model, **SAMPLED)
-        assert drawn() == before + 6
-    assert generated(model, **SAMPLED).equal(stock)
+        before = draw_tokens()
+        generate(model, **SAMPLED)
+        assert draw_tokens() == before + 6
+    assert generate(model, **SAMPLED).equal(stock)
 
 
 def test_copies_and_the_accelerated_draw_too():
     model = tiny("llama")
     patch(model, only="sampling")
-    want = generated(model, **SAMPLED)
-    assert generated(copy.deepcopy(model), **SAMPLED).equal(want)
+    want = generate(model, **SAMPLED)
+    assert generate(copy.deepcopy(model), **SAMPLED).equal(want)
     report = accelerate(model, measure=False)
     assert report.done and "sampling" not in str(report.left)
-    before = drawn()
-    assert generated(model, **SAMPLED).equal(want) and drawn() > before
+    before = draw_tokens()
+    assert generate(model, **SAMPLED).equal(want) and draw_tokens() > before
 
 
 def test_what_lz_does_not_know_stays_as_it_is():
@@ -110,8 +110,8 @@ def test_what_lz_does_not_know_stays_as_it_is():
                        [top, TopKLogitsWarper(3)],
                        [TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
                        [TopPLogitsWarper(0.9, filter_value=-1e4)]):
-        found = with_draw(LogitsProcessorList(processors), sampled)
-        assert [type(p) for p in found] == [type(p) for p in processors]
+        chain = with_draw(LogitsProcessorList(processors), sampled)
+        assert [type(p) for p in chain] == [type(p) for p in processors]
     kept = with_draw(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), top]), sampled)
     assert [type(p) for p in kept] == [RepetitionPenaltyLogitsProcessor, Draw]
     assert with_draw([top], GenerationConfig(do_sample=True, output_scores=True)) == [top]

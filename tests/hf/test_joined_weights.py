@@ -45,15 +45,15 @@ def pair(request):
 
 
 @torch.no_grad()
-def decoded(model, seed: int = 1):
+def decode(model, seed: int = 1):
     ids = tokens(1, 9, seed=seed)
     cache = model(ids[:, :6], use_cache=True).past_key_values
     return torch.cat([model(ids[:, i:i + 1], past_key_values=cache).logits for i in range(6, 9)])
 
 
 def agree(model, stock):
-    want = decoded(stock)
-    torch.testing.assert_close(decoded(model), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    want = decode(stock)
+    torch.testing.assert_close(decode(model), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
 def file_of(value) -> int:
@@ -129,7 +129,7 @@ def test_a_copy_is_a_stock_model(again, pair):
     for (name, got), want in zip(twin.named_parameters(), stock.parameters()):
         assert (got.equal(want)
                 and got.untyped_storage().nbytes() == want.untyped_storage().nbytes()), name
-    assert decoded(twin).equal(decoded(stock))
+    assert decode(twin).equal(decode(stock))
 
 
 def saved(model) -> bytes:
@@ -278,7 +278,7 @@ def test_undone_in_inference_mode():
     for p in model.model.layers[0].parameters():
         p.data = p.data.clone()
     with torch.inference_mode():
-        decoded(model)                         # which gives up what was joined
+        decode(model)                         # which gives up what was joined
     assert not any(p.is_inference() for p in model.parameters())
 
 

@@ -44,12 +44,12 @@ SERVED = {
 }
 
 
-def result(model, given):
-    out = model(**given)
+def result(model, inputs):
+    out = model(**inputs)
     return out.logits if "logits" in out else out.logits_per_text
 
 
-def truth_of(model, given):
+def truth_of(model, inputs):
     """What the model computes in float64."""
     model = copy.deepcopy(model).double()
     if model._can_set_experts_implementation():
@@ -57,19 +57,19 @@ def truth_of(model, given):
         model.set_experts_implementation("eager")
     with torch.no_grad():
         return result(model, {n: t.double() if t.is_floating_point() else t
-                              for n, t in given.items()})
+                              for n, t in inputs.items()})
 
 
-def error(model, given, truth):
+def error(model, inputs, truth):
     with torch.no_grad():
-        return float((result(model, given).double() - truth).abs().max())
+        return float((result(model, inputs).double() - truth).abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_served_and_restored(family):
-    model, given = tiny(family), inputs(family)
+    model, model_inputs = tiny(family), inputs(family)
     with torch.no_grad():
-        truth, stock = truth_of(model, given), result(model, given)
+        truth, stock = truth_of(model, model_inputs), result(model, model_inputs)
         before = dict(model.named_modules()), {n: type(m) for n, m in model.named_modules()}
         configs = {n: m.config for n, m in model.named_modules() if hasattr(m, "config")}
         keys = list(model.state_dict())
@@ -78,15 +78,16 @@ def test_a_family_is_served_and_restored(family):
         assert {kind: counts.get(kind) for kind in SERVED[family]} == SERVED[family], report
         assert list(model.state_dict()) == keys
         floor = 4 * torch.finfo(torch.float32).eps * float(truth.abs().max())
-        assert error(model, given, truth) <= 2 * error(tiny(family), given, truth) + floor
+        assert error(model, model_inputs, truth) <= 2 * error(tiny(family), model_inputs,
+                                                              truth) + floor
         if family in CAUSAL:
-            words = given["input_ids"]
+            words = model_inputs["input_ids"]
             ours = model.generate(words, max_new_tokens=8, do_sample=False)
             assert unpatch(model) == report.changed
             assert ours.equal(model.generate(words, max_new_tokens=8, do_sample=False))
         else:
             assert unpatch(model) == report.changed
-        assert result(model, given).equal(stock)               # to the last bit
+        assert result(model, model_inputs).equal(stock)               # to the last bit
     assert before == (dict(model.named_modules()), {n: type(m) for n, m in model.named_modules()})
     assert all(m.config is configs[n] for n, m in model.named_modules() if n in configs)
 
@@ -94,11 +95,11 @@ def test_a_family_is_served_and_restored(family):
 @pytest.mark.parametrize("family", ("t5", "bart", "whisper"))
 def test_encoder_decoders_generate_the_same(family):
     model = tiny(family)
-    given = {n: t for n, t in inputs(family).items() if not n.startswith("decoder")}
+    model_inputs = {n: t for n, t in inputs(family).items() if not n.startswith("decoder")}
     with torch.no_grad():
-        stock = model.generate(**given, max_new_tokens=8, do_sample=False)
+        stock = model.generate(**model_inputs, max_new_tokens=8, do_sample=False)
         with patched(model, only=KINDS):
-            assert model.generate(**given, max_new_tokens=8, do_sample=False).equal(stock)
+            assert model.generate(**model_inputs, max_new_tokens=8, do_sample=False).equal(stock)
 
 
 @pytest.mark.parametrize(("name", "changes", "served"), [
@@ -117,18 +118,18 @@ def test_encoder_decoders_generate_the_same(family):
     ("Mamba", {"state_size": 4}, {"linear": 8, "rms_norm": 3,
                                      "linear_attention": 2})])
 def test_architectures_nobody_listed(name, changes, served):
-    given = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
              "pad_token_id": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
              "max_position_embeddings": 64, **changes}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**given)
+    config = getattr(transformers, f"{name}Config")(**sizes)
     model, words = getattr(transformers, f"{name}ForCausalLM")(config).eval(), tokens(2, 9)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape) * 0.1)
         stock = model(words).logits
-        found = patch(model, only=KINDS).counts()
-        assert {kind: found.get(kind) for kind in served} == served
+        counts = patch(model, only=KINDS).counts()
+        assert {kind: counts.get(kind) for kind in served} == served
         torch.testing.assert_close(model(words).logits, stock, rtol=1e-4,
                                    atol=1e-5 * float(stock.abs().max()))
         unpatch(model)
@@ -138,14 +139,14 @@ def test_architectures_nobody_listed(name, changes, served):
 def test_two_models_of_one_configuration_share_nothing():
     first = tiny("llama")
     second = type(first)(first.config).eval()
-    given = inputs("llama")
+    model_inputs = inputs("llama")
     with torch.no_grad():
-        stock = result(second, given)
+        stock = result(second, model_inputs)
         patch(first)
         assert first.config._attn_implementation == "layerzero"
         assert second.config._attn_implementation != "layerzero"
         assert type(second.model.norm) is not type(first.model.norm)
-        assert result(second, given).equal(stock)
+        assert result(second, model_inputs).equal(stock)
         first.config.use_cache = False         # set while patched: it stays
         unpatch(first)
     assert first.config is second.config and first.config.use_cache is False
@@ -153,18 +154,18 @@ def test_two_models_of_one_configuration_share_nothing():
 
 def test_a_part_of_a_model_is_patched_without_its_attention():
     """Masks come from the whole model, in the form that its attention wants."""
-    model, given = tiny("llama"), inputs("llama")
+    model, model_inputs = tiny("llama"), inputs("llama")
     with torch.no_grad():
-        stock = result(model, given)
+        stock = result(model, model_inputs)
         report = patch(model.model.layers[0])
         counts = report.counts()
         # where a kernel of ours is built, which gains over torch's operations
         counts.pop("rope", 0)
         assert counts == {"rms_norm": 2, "linear": 4, "mlp": 1}
         assert "whole model" in next(row.why for row in report.left if row.kind == "LlamaAttention")
-        torch.testing.assert_close(result(model, given), stock, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result(model, model_inputs), stock, rtol=1e-4, atol=1e-4)
         assert unpatch(model) == report.changed
-        assert result(model, given).equal(stock)
+        assert result(model, model_inputs).equal(stock)
 
 
 def test_patching_twice_changes_nothing_and_says_so():
@@ -191,63 +192,63 @@ def test_a_block_leaves_what_was_patched_before_it():
     assert model.config._attn_implementation != "layerzero"
 
 
-def gradients(model, given):
+def gradients(model, inputs):
     model.zero_grad()
-    model(**given, use_cache=False).loss.backward()
+    model(**inputs, use_cache=False).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_a_training_step_has_the_same_gradients(family):
-    given = inputs(family)
-    given["labels"] = given.get("decoder_input_ids", given["input_ids"])
+    model_inputs = inputs(family)
+    model_inputs["labels"] = model_inputs.get("decoder_input_ids", model_inputs["input_ids"])
     without = {"t5": {"dropout_rate": 0.0},
                "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}}
     model = tiny(family, **without.get(family, {})).train()
-    stock = gradients(model, given)
+    stock = gradients(model, model_inputs)
     patch(model, only=KINDS)
-    ours = gradients(model, given)
+    ours = gradients(model, model_inputs)
     model.gradient_checkpointing_enable()
-    for found in (ours, gradients(model, given)):
-        assert found.keys() == stock.keys()
+    for grads in (ours, gradients(model, model_inputs)):
+        assert grads.keys() == stock.keys()
         for name, want in stock.items():
-            torch.testing.assert_close(found[name], want, rtol=1e-3,
+            torch.testing.assert_close(grads[name], want, rtol=1e-3,
                                        atol=1e-4 * float(want.abs().max()) + 1e-7)
 
 
 def test_dropout_in_training_draws_what_the_stock_model_draws():
-    model, given = tiny("gpt2", resid_pdrop=0.5, attn_pdrop=0.0,
-                        embd_pdrop=0.0).train(), inputs("gpt2")
+    model, model_inputs = tiny("gpt2", resid_pdrop=0.5, attn_pdrop=0.0,
+                               embd_pdrop=0.0).train(), inputs("gpt2")
     torch.manual_seed(0)
-    stock = result(model, given)
+    stock = result(model, model_inputs)
     patch(model)
     torch.manual_seed(0)
-    torch.testing.assert_close(result(model, given), stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result(model, model_inputs), stock, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_floats_are_as_near_to_the_truth_as_stock(family, dtype):
     model = tiny(family).to(dtype)
-    given = inputs(family)
+    model_inputs = inputs(family)
     with torch.no_grad():
-        truth = truth_of(model, given)
-        stock = (result(model, given).double() - truth).abs()
+        truth = truth_of(model, model_inputs)
+        stock = (result(model, model_inputs).double() - truth).abs()
         patch(model, only=KINDS)
-        found = result(model, given)
-    ours = (found.double() - truth).abs()
-    assert found.dtype == dtype
+        actual = result(model, model_inputs)
+    ours = (actual.double() - truth).abs()
+    assert actual.dtype == dtype
     assert (float(ours.mean()) <= 1.5 * float(stock.mean()) and float(ours.max()) <= 2
             * float(stock.max()))
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_autocast_computes_in_the_dtypes_of_stock(family):
-    model, given = tiny(family), inputs(family)
+    model, model_inputs = tiny(family), inputs(family)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        stock = result(model, given)
+        stock = result(model, model_inputs)
         patch(model, only=KINDS)
-        ours = result(model, given)
+        ours = result(model, model_inputs)
     assert ours.dtype == stock.dtype
     assert float((ours - stock).abs().max()) <= 0.1 * float(stock.abs().max())
 
@@ -278,31 +279,31 @@ def test_compiled_whole_with_no_more_recompiles_than_stock(family):
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "mixtral", "t5") if FULL else ("llama",))
 def test_exported_and_loaded_again(family):
-    model, given = tiny(family), inputs(family, length=8)
+    model, model_inputs = tiny(family), inputs(family, length=8)
     with torch.no_grad():
-        want = model(**given, use_cache=False).logits
+        want = model(**model_inputs, use_cache=False).logits
         patch(model, only=KINDS)
         program = torch.export.export(model, (),
-                                      {**given, "use_cache": False, "return_dict": False},
+                                      {**model_inputs, "use_cache": False, "return_dict": False},
                                       strict=False)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
         loaded = torch.export.load(file).module()
-        found = loaded(**given, use_cache=False, return_dict=False)[0]
-    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+        result = loaded(**model_inputs, use_cache=False, return_dict=False)[0]
+    torch.testing.assert_close(result, want, rtol=1e-3, atol=1e-3)
 
 
 def test_explain_names_the_kernels():
-    model, given = tiny("llama"), inputs("llama")
+    model, model_inputs = tiny("llama"), inputs("llama")
     report = patch(model)
     with torch.no_grad():
-        said = report.explain(**given)
-        model(**given)
-    by_op = {row.op: row for row in said.rows}
+        explanation = report.explain(**model_inputs)
+        model(**model_inputs)
+    by_op = {row.op: row for row in explanation.rows}
     assert {"attention", "rms_norm", "linear", "mlp"} <= set(by_op)
-    assert sum(row.calls for row in said.rows if row.op == "rms_norm") == 5
-    assert all("." in row.kernel and row.kernel in str(said) for row in said.rows)
+    assert sum(row.calls for row in explanation.rows if row.op == "rms_norm") == 5
+    assert all("." in row.kernel and row.kernel in str(explanation) for row in explanation.rows)
     since = report.explain()
     assert {"rms_norm", "mlp"} <= {row.op for row in since.rows}
 
@@ -329,14 +330,14 @@ def test_a_softcap_that_the_models_own_attention_leaves_out_stays_out(monkeypatc
     monkeypatch.setattr(code.Gemma2PreTrainedModel, "_supports_sdpa", True)
     monkeypatch.setattr(sys.modules[sdpa.__module__], "sdpa_attention_forward", uncapped)
     monkeypatch.setitem(code.ALL_ATTENTION_FUNCTIONS, "sdpa", uncapped)
-    model, given = tiny("gemma2", attn_implementation="sdpa"), inputs("gemma2")
-    truth = truth_of(model, given)
-    stock = error(model, given, truth)
-    capped = error(tiny("gemma2", attn_implementation="layerzero"), given, truth_of(
-        tiny("gemma2", attn_implementation="eager"), given))
+    model, model_inputs = tiny("gemma2", attn_implementation="sdpa"), inputs("gemma2")
+    truth = truth_of(model, model_inputs)
+    stock = error(model, model_inputs, truth)
+    capped = error(tiny("gemma2", attn_implementation="layerzero"), model_inputs, truth_of(
+        tiny("gemma2", attn_implementation="eager"), model_inputs))
     report = patch(model)
-    assert error(model, given, truth) <= 2 * stock + 1e-6 and capped <= 2 * stock + 1e-6
-    assert error(tiny("gemma2", attn_implementation="eager"), given, truth) > 0.1
+    assert error(model, model_inputs, truth) <= 2 * stock + 1e-6 and capped <= 2 * stock + 1e-6
+    assert error(tiny("gemma2", attn_implementation="eager"), model_inputs, truth) > 0.1
     assert any(row.kind == "attention" and "softcap" in row.why for row in report.rows)
 
 
@@ -345,19 +346,19 @@ def test_a_softcap_that_the_models_own_attention_leaves_out_stays_out(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(family, dtype):
     model = tiny(family).to("cuda", dtype)
-    given = {n: t.cuda() for n, t in inputs(family).items()}
+    model_inputs = {n: t.cuda() for n, t in inputs(family).items()}
     with torch.no_grad():
         truth = truth_of(tiny(family).to(dtype), inputs(family))
-        stock = result(model, given)
+        stock = result(model, model_inputs)
         report = patch(model)
         counts = report.counts()
         assert {kind: counts[kind] for kind in SERVED[family] if kind in counts
                 and kind != "rope"} == {
             kind: n for kind, n in SERVED[family].items() if kind != "rope"}, report
-        ours = result(model, given)
+        ours = result(model, model_inputs)
         errors = [float((out.double().cpu() - truth).abs().max()) for out in (ours, stock)]
         assert errors[0] <= 2 * errors[1] + 16 * torch.finfo(torch.float32).eps * float(
             truth.abs().max()), errors
-        model.generate(given["input_ids"], max_new_tokens=8, do_sample=False)
+        model.generate(model_inputs["input_ids"], max_new_tokens=8, do_sample=False)
         unpatch(model)
-        assert result(model, given).equal(stock)
+        assert result(model, model_inputs).equal(stock)

@@ -93,10 +93,10 @@ def test_a_model_that_nobody_knows():
     (torch.tanh, "")])
 def test_activations_are_told_apart(activation, served):
     mlp = Gated(16, activation)
-    found = patch(mlp)
-    assert (recipe_of(mlp).form if recipe_of(mlp) else "") == served, found
-    assert (found.counts() == {"mlp": 1}) is bool(served)
-    assert bool(served) or found.counts() == {"linear": 3}     # its layers are served one by one
+    report = patch(mlp)
+    assert (recipe_of(mlp).form if recipe_of(mlp) else "") == served, report
+    assert (report.counts() == {"mlp": 1}) is bool(served)
+    assert bool(served) or report.counts() == {"linear": 3}     # its layers are served one by one
 
 
 class NormOf(nn.Module):
@@ -248,9 +248,9 @@ def test_unusual_calls_are_as_they_were():
     patch(norm), patch(linear)
     x = torch.randn(2, 8)
     assert norm(input=x).equal(norm(x))
-    for given in ((), (x, x)):
+    for args in ((), (x, x)):
         with pytest.raises(TypeError):
-            linear(*given)
+            linear(*args)
     with pytest.raises(RuntimeError, match="same dtype"):
         linear(x.double())
     with torch.inference_mode():
@@ -274,27 +274,27 @@ def test_copies_and_pickles_are_patched_and_independent():
 
 
 def test_a_transformers_model_is_copied_saved_and_loaded(tmp_path):
-    model, given = tiny("llama"), inputs("llama")
+    model, model_inputs = tiny("llama"), inputs("llama")
     patch(model, only=KINDS)
     with torch.no_grad():
-        ours = model(**given).logits
+        ours = model(**model_inputs).logits
         twin = copy.deepcopy(model)
-        assert twin(**given).logits.equal(ours)
+        assert twin(**model_inputs).logits.equal(ours)
         unpatch(twin)
         assert twin.config._attn_implementation != "layerzero" == model.config._attn_implementation
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path).eval()
         assert loaded.config._attn_implementation != "layerzero"
         assert recipe_of(loaded.model.norm) is None
-        torch.testing.assert_close(loaded(**given).logits, ours, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded(**model_inputs).logits, ours, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pickled_model_is_patched_when_it_is_loaded():
-    model, given = tiny("gpt2"), inputs("gpt2")
+    model, model_inputs = tiny("gpt2"), inputs("gpt2")
     patch(model)
     loaded = pickle.loads(pickle.dumps(model))
     with torch.no_grad():
-        assert loaded(**given).logits.equal(model(**given).logits)
+        assert loaded(**model_inputs).logits.equal(model(**model_inputs).logits)
     assert unpatch(loaded) > 0 and loaded.config._attn_implementation == "sdpa"
 
 

@@ -15,7 +15,7 @@ from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E
 pytestmark = pytest.mark.integration
 
 
-def prompted(family, **how):
+def model_with_prompts(family, **how):
     """An accelerated model whose prompts are not only on CUDA ours."""
     model = tiny(family)
     report = accelerate(model, measure=False, patch=False, **how)
@@ -30,7 +30,7 @@ def run(model, ids, **more):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_the_same_as_the_model(family):
-    model, report = prompted(family)
+    model, report = model_with_prompts(family)
     ids, stock = tokens(2, 9), tiny(family)    # longer than a window
     ours, theirs = (run(m, ids, use_cache=True) for m in (model, stock))
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
@@ -45,15 +45,15 @@ def test_the_same_as_the_model(family):
 
 
 def test_what_is_not_known_is_left_to_the_model():
-    model, report = prompted("llama")
+    model, report = model_with_prompts("llama")
     ids, stock = tokens(2, 8), tiny("llama")
     padded = torch.ones_like(ids)
     padded[0, :3] = 0
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])          # two texts in one row
-    for given, more in ((ids, {"attention_mask": padded}), (ids[:1], {"position_ids": places}),
-                        (ids, {"use_cache": False})):
-        torch.testing.assert_close(run(model, given, **more).logits,
-                                   run(stock, given, **more).logits, rtol=1e-4, atol=1e-4)
+    for inputs, more in ((ids, {"attention_mask": padded}), (ids[:1], {"position_ids": places}),
+                         (ids, {"use_cache": False})):
+        torch.testing.assert_close(run(model, inputs, **more).logits,
+                                   run(stock, inputs, **more).logits, rtol=1e-4, atol=1e-4)
     cache = run(model, ids, use_cache=True).past_key_values
     other = run(stock, ids, use_cache=True).past_key_values
     torch.testing.assert_close(run(model, ids, past_key_values=cache).logits,
@@ -65,7 +65,7 @@ def test_what_is_not_known_is_left_to_the_model():
 
 
 def test_codes_for_weights_and_a_fault():
-    model, report = prompted("llama", weights="int4")
+    model, report = model_with_prompts("llama", weights="int4")
     ids = tokens(2, 8)
     own = type(model).forward(model, ids, use_cache=True)
     torch.testing.assert_close(run(model, ids).logits, own.logits, rtol=1e-3, atol=1e-3)
@@ -74,10 +74,10 @@ def test_codes_for_weights_and_a_fault():
     stop = lz.subscribe(seen.append)
     cache = transformers.DynamicCache(config=model.config)
     try:
-        found = run(model, ids, past_key_values=cache)
+        result = run(model, ids, past_key_values=cache)
     finally:
         stop()
-    torch.testing.assert_close(found.logits, own.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result.logits, own.logits, rtol=1e-3, atol=1e-3)
     assert cache.get_seq_length() == 8 and report._step.prompts is None
     assert [e.op for e in seen if type(e).__name__ == "Fallback"] == ["prompt"]
     assert run(model, ids[:, :1], past_key_values=cache).logits.isfinite().all()

@@ -30,7 +30,7 @@ def same_bits(model: nn.Module, bits: dict[str, torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
-def decoded(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of three tokens one by one, and of all at once."""
     ids = tokens(1, 9, seed=1)
     whole = model(ids, use_cache=False).logits[0, 6:]
@@ -43,22 +43,22 @@ def decoded(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     ("int4", "q4_0"), ("fp8", "fp8_e4m3"), ("nvfp4", "nvfp4"), ("q4_k", "q5_0")])
 def test_prompts_and_steps_use_the_codes_and_undo_gives_the_bits_back(format, held):
     model, stock = tiny("llama"), tiny("llama")
-    bits, (before, _) = bits_of(model), decoded(stock)
+    bits, (before, _) = bits_of(model), decode(stock)
     report = accelerate(model, weights=format, measure=False)
     assert report.weights is not None and report.weights.layers == {held: 14}
     assert report.weights.left == {
         "the head, which stays as it is (WeightOnly(head=True) quantizes it)": 1}
-    steps, whole = decoded(model)
+    steps, whole = decode(model)
     assert report.served == {"step": 3} and not report.declined
     off = float((steps - before).norm() / before.norm())
     assert 1e-3 < off < 0.5                    # these are codes, and codes of these weights
     assert float((steps - whole).norm() / whole.norm()) < 0.02
     assert same_bits(model, bits)              # a checkpoint is that of the model as it was
     copied = copy.deepcopy(model)              # the patch is copied, the codes are not
-    torch.testing.assert_close(decoded(copied)[1], decoded(stock)[1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(decode(copied)[1], decode(stock)[1], rtol=1e-3, atol=1e-4)
     report.undo()
     assert same_bits(model, bits) and type(model.model.layers[0].mlp.up_proj) is nn.Linear
-    assert torch.equal(decoded(model)[1], decoded(stock)[1])
+    assert torch.equal(decode(model)[1], decode(stock)[1])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
@@ -66,7 +66,7 @@ def test_transposed_weights_biases_and_experts(family):
     model = tiny(family)
     bits = bits_of(model)
     report = accelerate(model, weights="int8", measure=False)
-    steps, whole = decoded(model)
+    steps, whole = decode(model)
     assert report.served == {"step": 3}, str(report)
     assert float((steps - whole).norm() / whole.norm()) < 0.02
     assert unaccelerate(model) and same_bits(model, bits)
@@ -95,12 +95,12 @@ def test_dropped_weights_are_gone_and_nobody_takes_codes_for_them():
     for ask in (model.state_dict, lambda: copy.deepcopy(model)):
         with pytest.raises(ConfigError, match="originals='drop'"):
             ask()
-    _, served = decoded(model)
+    _, served = decode(model)
     report.undo()
     assert model.model.layers[0].mlp.up_proj.weight is weight
     assert 0 < float((weight - before).abs().max()) < 0.1 * float(before.abs().max())
     # the weights that are left are those that the codes stood for
-    torch.testing.assert_close(decoded(model)[1], served, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(decode(model)[1], served, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_quantized_can_be_chosen():
@@ -111,7 +111,7 @@ def test_what_is_quantized_can_be_chosen():
     assert codes_of(model.lm_head).group_size == 32
     assert codes_of(model.model.layers[0].mlp.down_proj) is None
     assert report.kernels["head"] != report.kernels["down"]
-    steps, whole = decoded(model)
+    steps, whole = decode(model)
     assert float((steps - whole).norm() / whole.norm()) < 1e-4
     with pytest.raises(ConfigError, match=r"lz\.unaccelerate\(model\) first"):
         accelerate(model, weights="int8")
@@ -153,7 +153,7 @@ def test_moving_casting_and_loading():
     layer = model.model.layers[0].self_attn.q_proj
     assert layer.weight.dtype == torch.bfloat16
     assert codes_of(layer).codes.dtype == torch.float8_e4m3fn
-    assert decoded(model)[1].dtype == torch.bfloat16
+    assert decode(model)[1].dtype == torch.bfloat16
     assert any("moved or cast" in why for why in report.declined)
     with pytest.raises(ConfigError, match="load_state_dict"):
         model.load_state_dict(tiny("llama").state_dict())
@@ -178,27 +178,27 @@ def test_inputs_of_prompts_are_rounded_where_that_is_asked_for():
 def test_patching_after_it_leaves_the_codes_alone():
     model = tiny("llama")
     report = accelerate(model, weights="int4", measure=False, patch=False)
-    before = decoded(model)[1]
+    before = decode(model)[1]
     lz.patch(model)
     assert codes_of(model.model.layers[0].mlp.up_proj) is not None
-    torch.testing.assert_close(decoded(model)[1], before, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(decode(model)[1], before, rtol=2e-2, atol=1e-2)
     lz.unpatch(model)
     report.undo()
-    assert torch.equal(decoded(model)[1], decoded(tiny("llama"))[1])
+    assert torch.equal(decode(model)[1], decode(tiny("llama"))[1])
 
 
-@pytest.mark.parametrize("given, said", [
+@pytest.mark.parametrize("inputs, message", [
     ("int5", "did you mean"), ("fp8_e5m2", "wants a format"), (8, "the name of a format")])
-def test_unknown_formats_are_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        accelerate(tiny("llama"), weights=given)
+def test_unknown_formats_are_refused(inputs, message):
+    with pytest.raises(ConfigError, match=message):
+        accelerate(tiny("llama"), weights=inputs)
 
 
-@pytest.mark.parametrize("options, said", [
+@pytest.mark.parametrize("options, message", [
     ({"format": "mxfp4", "group_size": 64}, "whose blocks have one size"),
     ({"format": "int4", "originals": "disk"}, "originals wants one of cpu, device, drop"),
     ({"format": "int4", "activations": "int8"}, "activations wants 'none'"),
     ({"format": "int8", "activations": "int8", "group_size": 64}, "with group_size 0")])
-def test_wrong_options_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         WeightOnly(**options)

@@ -129,7 +129,7 @@ def test_rows_that_go_on_from_others(between):
     assert torch.equal(layers[0].values, layers[1].values)
 
 
-def made() -> tuple[SharedLayer, DynamicLayer]:
+def make_layers() -> tuple[SharedLayer, DynamicLayer]:
     """A layer of two prompts with three rows each, and one that transformers would have."""
     gen = torch.Generator().manual_seed(0)
     single, plain = DynamicLayer(), DynamicLayer()
@@ -147,7 +147,7 @@ def made() -> tuple[SharedLayer, DynamicLayer]:
     lambda layer: layer.crop(-9), copy.deepcopy])
 def test_what_transformers_does_to_a_layer(change, monkeypatch):
     monkeypatch.setattr(shared_prompt, "MIN_CAPACITY", 2)
-    layers = made()
+    layers = make_layers()
     gen = torch.Generator().manual_seed(1)
     for tokens in (1, 3, 4):
         more = torch.randn((2, 6, 2, tokens, 8), generator=gen)

@@ -89,8 +89,8 @@ def test_a_draft_model(same):
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_what_stood_in_the_text_before(branches):
-    found, parents = Lookup(3, branches)(torch.tensor([5, 6, 7, 8, 9, 5, 6, 1, 2, 5, 6]), 9)
-    assert found.tolist() == [1, 2, 5, 7, 8, 9][:3 * branches]
+    result, parents = Lookup(3, branches)(torch.tensor([5, 6, 7, 8, 9, 5, 6, 1, 2, 5, 6]), 9)
+    assert result.tolist() == [1, 2, 5, 7, 8, 9][:3 * branches]
     assert parents is None if branches == 1 else parents.tolist() == [-1, 0, 1, -1, 3, 4]
 
 
@@ -127,9 +127,9 @@ def test_processors_stops_and_streamers_see_every_token_in_order():
 
     report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
     report._speculation.draft = Right(before[0])
-    found = generate(model, streamer=Streamer(), return_dict_in_generate=True, **options)
-    assert torch.equal(found.sequences, before) and seen == [*before[0].tolist(), "end"]
-    assert found.past_key_values.get_seq_length() == before.shape[1] - 1
+    result = generate(model, streamer=Streamer(), return_dict_in_generate=True, **options)
+    assert torch.equal(result.sequences, before) and seen == [*before[0].tolist(), "end"]
+    assert result.past_key_values.get_seq_length() == before.shape[1] - 1
     assert report._speculation.stats.accepted
 
 
@@ -139,12 +139,12 @@ def test_what_is_no_greedy_text_goes_its_own_way():
             {"cache_implementation": "static"}]
 
     def each():
-        found = []
+        results = []
         for way in ways:
             torch.manual_seed(0)
             out = generate(model, **way)
-            found.append(getattr(out, "sequences", out))
-        return found
+            results.append(getattr(out, "sequences", out))
+        return results
 
     before = each()
     report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")

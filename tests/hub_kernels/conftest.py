@@ -9,9 +9,9 @@ from pathlib import Path
 
 import hub_repositories
 import pytest
-from helpers import happened, world
+from helpers import emitted, world
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 # what they are about
 collect_ignore_glob = [] if importlib.util.find_spec("kernels") else ["test_*.py"]
 

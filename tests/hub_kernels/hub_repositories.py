@@ -151,7 +151,7 @@ def compile_versions(factory: pytest.TempPathFactory) -> dict[int, Path]:
     home = factory.getbasetemp().parent / f"lz-hub-{torch.__version__}-{commit_of(SOURCE)[:12]}"
     home.mkdir(exist_ok=True)
     root = Path(torch.__file__).parent
-    found = {}
+    results = {}
     for version in (1, 2):
         library = home / f"{native_id(version)}.abi3.so"
         if not library.exists():
@@ -168,8 +168,8 @@ def compile_versions(factory: pytest.TempPathFactory) -> dict[int, Path]:
                     f"the stable ABI of torch {torch.__version__} does not compile it: "
                     f"{done.stderr[-300:]}")
             draft.replace(library)
-        found[version] = library
-    return found
+        results[version] = library
+    return results
 
 
 def native_build(repository: Path, compiled: dict[int, Path], version: int,

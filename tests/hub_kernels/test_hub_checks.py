@@ -63,15 +63,15 @@ def test_every_build_has_a_verdict(tmp_path):
     for variant in wanted:
         build(tmp_path, variant)
     (tmp_path / "build" / "torch-npu").mkdir()
-    found = hub_of(tmp_path).explain(NAME, version=1)
-    assert {v.variant for v in found.verdicts} == {*wanted, "torch-npu"}
-    for verdict in found.verdicts:
+    explanation = hub_of(tmp_path).explain(NAME, version=1)
+    assert {v.variant for v in explanation.verdicts} == {*wanted, "torch-npu"}
+    for verdict in explanation.verdicts:
         if verdict.variant != "torch-npu":
             assert isinstance(verdict, Accepted) == (wanted[verdict.variant] == "")
             assert wanted[verdict.variant] in str(verdict)
-    assert found.ok and found.variant == "torch-cpu", "before the universal one"
-    assert "->  torch-cpu: accepted" in str(found) and "rejected, CPU" in str(found)
-    data = json.loads(json.dumps(found.to_json()))
+    assert explanation.ok and explanation.variant == "torch-cpu", "before the universal one"
+    assert "->  torch-cpu: accepted" in str(explanation) and "rejected, CPU" in str(explanation)
+    data = json.loads(json.dumps(explanation.to_json()))
     assert data["variant"] == "torch-cpu" and len(data["variants"]) == len(wanted) + 1
 
 
@@ -87,8 +87,8 @@ def test_no_build_fits(tmp_path):
 def test_a_build_without_metadata_is_rejected(tmp_path):
     folder = build(tmp_path)
     (folder / "metadata.json").unlink()
-    found = hub_of(tmp_path).explain(NAME)
-    assert not found.ok and "no metadata.json" in str(found)
+    explanation = hub_of(tmp_path).explain(NAME)
+    assert not explanation.ok and "no metadata.json" in str(explanation)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"name": "norm"}', "[]", '"x"'])
@@ -239,8 +239,8 @@ def test_a_lockfile_holds_every_file_of_every_build(tmp_path):
     pins = json.loads(path.read_text())["kernels"]["me/norm@1"]["variants"]
     assert set(pins) == {UNIVERSAL, "torch-cuda"}, "of other machines too"
     assert set(pins[UNIVERSAL]) == {"__init__.py", "more/inner.py", "metadata.json"}
-    found = hub_of(tmp_path / "r", lock=path).explain(NAME)
-    assert found.ok and "me/norm@1 as pinned" in str(found)
+    explanation = hub_of(tmp_path / "r", lock=path).explain(NAME)
+    assert explanation.ok and "me/norm@1 as pinned" in str(explanation)
 
 
 @pytest.mark.parametrize(("change", "word"), [

@@ -47,8 +47,9 @@ def test_from_the_cache_to_a_lockfile(tmp_path, monkeypatch):
 def test_a_folder(tmp_path):
     build(tmp_path / "r", id="_cli_folder")
     folder = ("--folder", f"me/norm={tmp_path / 'r'}")
-    said = lz_hub("explain", "me/norm", *folder, ok=1)
-    assert "!!  allowed: me/norm is not allowed" in said and f"->  {UNIVERSAL}: accepted" in said
+    output = lz_hub("explain", "me/norm", *folder, ok=1)
+    assert ("!!  allowed: me/norm is not allowed" in output
+            and f"->  {UNIVERSAL}: accepted" in output)
     with pytest.raises(NotAllowed):
         lz_hub("load", "me/norm", *folder, ok=None)
     assert "rms_norm" in lz_hub("load", "me/norm@1", *folder, "--allow", "me/*")

@@ -17,6 +17,6 @@ def test_the_page_runs(capsys):
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
-    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    printed = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     shown = re.search(r"^```text\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert shown is not None and said == [line.split(":")[0] for line in shown[1].splitlines()]
+    assert shown is not None and printed == [line.split(":")[0] for line in shown[1].splitlines()]

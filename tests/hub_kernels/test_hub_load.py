@@ -41,7 +41,7 @@ def hub_of(**folders: Path) -> Hub:
                backend="cpu")
 
 
-def elsewhere(code: str, *arguments: object) -> dict:
+def run_in_process(code: str, *arguments: object) -> dict:
     """Run in a process of its own, which what is imported there does not outlive."""
     start = f"import json, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     done = subprocess.run([sys.executable, "-c", start + textwrap.dedent(code),
@@ -77,7 +77,7 @@ def test_what_is_imported_is_the_copy_that_was_checked(tmp_path, own_cache):
     copy = own_cache / "hub" / f"{loaded.sha256[:32]}-{UNIVERSAL}" / UNIVERSAL / "__init__.py"
     assert Path(loaded.module.__file__) == copy
     copy.write_text("damaged = True")
-    again = elsewhere("""
+    again = run_in_process("""
         from layerzero.integrations.hub import Hub
         module = Hub(folders={"me/norm": sys.argv[1]}, allow=("me/*",)).load("me/norm").module
         print(json.dumps({"offers": sorted(vars(module))}))
@@ -105,7 +105,7 @@ def test_a_module_that_does_not_import(tmp_path):
 
 def test_another_module_called_kernels(tmp_path):
     (tmp_path / "kernels.py").write_text("x = 1")
-    found = elsewhere("""
+    answer = run_in_process("""
         sys.path.insert(0, sys.argv[1])
         from layerzero.integrations.hub import Hub, NotHere
         try:
@@ -113,11 +113,11 @@ def test_another_module_called_kernels(tmp_path):
         except NotHere as e:
             print(json.dumps({"said": str(e)}))
         """, tmp_path)
-    assert str(tmp_path / "kernels.py") in found["said"] and "rename it" in found["said"]
+    assert str(tmp_path / "kernels.py") in answer["said"] and "rename it" in answer["said"]
 
 
 def test_our_own_compiled_kernels_leave_the_name_to_the_package():
-    found = elsewhere("""
+    answer = run_in_process("""
         from layerzero.backends.native import build
         from layerzero.dispatch import native
         native.module()
@@ -125,8 +125,8 @@ def test_our_own_compiled_kernels_leave_the_name_to_the_package():
         import kernels.variants
         print(json.dumps({"built": built, "modules": [n for n in sys.modules if n == "fastpath"]}))
         """)
-    assert found["modules"] == []
-    if not found["built"]:
+    assert answer["modules"] == []
+    if not answer["built"]:
         pytest.skip("needs lz build")
 
 
@@ -166,8 +166,8 @@ def test_operations_outside_of_the_own_namespace(tmp_path, way):
 
 def test_what_torch_registers_itself_is_not_laid_at_a_kernels_door():
     torch.ops.layerzero.rms_norm(torch.randn(1, 2))
-    found = importing.namespaces_since(set())
-    assert "layerzero" in found and not found & {"aten", "prims", "prim", "quantized"}
+    result = importing.namespaces_since(set())
+    assert "layerzero" in result and not result & {"aten", "prims", "prim", "quantized"}
 
 
 def test_two_compiled_versions_side_by_side(tmp_path, compiled):
@@ -193,7 +193,7 @@ def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled)
     with pytest.raises(NamespaceClash,
                        match=rf"in torch\.ops\._another_id, got torch\.ops\.{native_id(1)}"):
         hub_of(norm=tmp_path / "r").load("me/norm")
-    found = elsewhere("""
+    answer = run_in_process("""
         import torch
         from layerzero.integrations.hub import Hub, NamespaceClash
         taken = torch.library.Library(sys.argv[2], "DEF")
@@ -203,7 +203,7 @@ def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled)
         except NamespaceClash as e:
             print(json.dumps({"said": str(e)}))
         """, native_build(tmp_path / "fine", compiled, 2).parents[1], native_id(2))
-    assert f"torch.ops.{native_id(2)} is there already" in found["said"]
+    assert f"torch.ops.{native_id(2)} is there already" in answer["said"]
 
 
 def test_a_compiled_build_that_crashes_takes_only_its_own_process_down(tmp_path):
@@ -329,7 +329,7 @@ def test_an_adapter_is_part_of_the_build(tmp_path, world):
 
 
 def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_path, world,
-                                                                          happened):
+                                                                          emitted):
     folder = build(tmp_path / "r", id="_late_a")
     hub = hub_of(norm=tmp_path / "r")
     kernel = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False,
@@ -341,20 +341,20 @@ def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_pa
     (folder / "__init__.py").write_text(repositories.RMS_NORM.format(version=1, mistake=" * 2"))
     x = torch.randn(3, 42)
     torch.testing.assert_close(lz.rms_norm(x), torch.rms_norm(x, (42,), eps=1e-6))
-    said = {e.kernel: e.reason.message for e in happened if e.name == "unavailable"}
-    assert ("register it again" in said[kernel.id]
-            and kernel.id in said[kernel.id]), "the reason, and no other kernel's"
-    assert set(said) == {kernel.id, missing.id}
+    messages = {e.kernel: e.reason.message for e in emitted if e.name == "unavailable"}
+    assert ("register it again" in messages[kernel.id]
+            and kernel.id in messages[kernel.id]), "the reason, and no other kernel's"
+    assert set(messages) == {kernel.id, missing.id}
 
 
-def test_a_function_that_is_not_there(tmp_path, world, happened):
+def test_a_function_that_is_not_there(tmp_path, world, emitted):
     build(tmp_path / "r", id="_nothing_a")
     hub = hub_of(norm=tmp_path / "r")
     kernel = hub.register("me/norm", "rms_norm", "layers.norm", requires=NO_OFFSET, certify=False,
                           prior=1e6,
                           less_work="a test")
     lz.rms_norm(torch.randn(2, 3))
-    reason = next(e.reason for e in happened if e.name == "unavailable" and e.kernel == kernel.id)
+    reason = next(e.reason for e in emitted if e.name == "unavailable" and e.kernel == kernel.id)
     assert (reason.code is lz.Code.IMPORT_FAILED
             and "no function 'layers.norm'; it offers rms_norm" in reason.message)
 

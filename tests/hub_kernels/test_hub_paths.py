@@ -56,7 +56,7 @@ def test_a_reference_that_leads_elsewhere(tmp_path):
             Hub(cache=tmp_path / "cache", allow=("*",)).load(NAME, version=1)
 
 
-def outward(tmp_path: Path, how: str) -> Path:
+def link_outward(tmp_path: Path, how: str) -> Path:
     """A repository with a link that leads out of it."""
     repository = tmp_path / "r"
     folder = build(repository)
@@ -90,7 +90,7 @@ def outward(tmp_path: Path, how: str) -> Path:
 @pytest.mark.parametrize("how", [
     "file", "relative", "folder", "inside", "nothing", "circle", "metadata", "pipe", "build"])
 def test_links_that_lead_out(tmp_path, how):
-    repository = outward(tmp_path, how)
+    repository = link_outward(tmp_path, how)
     with pytest.raises(UnsafePath):
         hub_of(repository).load(NAME)
     with pytest.raises(UnsafePath):
@@ -101,8 +101,8 @@ def test_a_linked_build_is_rejected(tmp_path):
     build(tmp_path / "secret")
     (tmp_path / "r" / "build").mkdir(parents=True)
     (tmp_path / "r" / "build" / UNIVERSAL).symlink_to(tmp_path / "secret" / "build" / UNIVERSAL)
-    found = hub_of(tmp_path / "r").explain(NAME)
-    assert not found.ok and "outside of" in str(found.verdicts[0])
+    explanation = hub_of(tmp_path / "r").explain(NAME)
+    assert not explanation.ok and "outside of" in str(explanation.verdicts[0])
 
 
 def test_links_of_the_cache_stay_in_it(tmp_path):
@@ -113,7 +113,7 @@ def test_links_of_the_cache_stay_in_it(tmp_path):
     assert hub.explain(NAME, revision=repositories.commit_of(f"{NAME} 1")).ok
 
 
-def packed(path: Path, members: dict[str, bytes], link: str = "") -> Path:
+def pack(path: Path, members: dict[str, bytes], link: str = "") -> Path:
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:
             for name, data in members.items():
@@ -139,17 +139,17 @@ def packed(path: Path, members: dict[str, bytes], link: str = "") -> Path:
 def test_archives(tmp_path, suffix):
     folder = build(tmp_path / "r", id=f"_archive_{suffix.strip('.').replace('.', '_')}")
     members = {f"build/{UNIVERSAL}/{p.name}": p.read_bytes() for p in folder.iterdir()}
-    fine = unpack(packed(tmp_path / f"fine{suffix}", members), tmp_path / "fine")
+    fine = unpack(pack(tmp_path / f"fine{suffix}", members), tmp_path / "fine")
     assert hub_of(fine).load(NAME).offers == ("rms_norm",)
     with pytest.raises(HubError, match="an empty or a new folder"):
         unpack(tmp_path / f"fine{suffix}", tmp_path / "fine")
     for i, bad in enumerate(("../evil", "build/../../evil", "/evil", "..\\evil", "C:/evil")):
         into = tmp_path / f"bad{i}"
         with pytest.raises(UnsafePath, match="would land outside"):
-            unpack(packed(tmp_path / f"bad{i}{suffix}", {"first": b"x", bad: b"x"}), into)
+            unpack(pack(tmp_path / f"bad{i}{suffix}", {"first": b"x", bad: b"x"}), into)
         assert not into.exists() and not (tmp_path / "evil").exists(), "nothing of it"
     with pytest.raises(UnsafePath, match="a link or a device"):
-        unpack(packed(tmp_path / f"link{suffix}", {"a": b"x"}, link="/etc"), tmp_path / "link")
+        unpack(pack(tmp_path / f"link{suffix}", {"a": b"x"}, link="/etc"), tmp_path / "link")
     (tmp_path / f"junk{suffix}").write_bytes(b"PK\x03\x04 junk")
     with pytest.raises(HubError, match=r"wanted a repository as \.zip"):
         unpack(tmp_path / f"junk{suffix}", tmp_path / "junk")

@@ -44,7 +44,7 @@ def test_a_signature_that_is_none(tmp_path, wanted):
         hub_of(tmp_path / "r", signature="yes")
 
 
-def forged(signed: bytes) -> str:
+def forge_signature(signed: bytes) -> str:
     """A bundle as it should be, by somebody who may not sign."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -55,14 +55,14 @@ def forged(signed: bytes) -> str:
 
     key, start = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1)
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "nobody")])
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(
+    cert = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(
         key.public_key()).serial_number(1)
-    made = made.not_valid_before(start).not_valid_after(start + datetime.timedelta(1))
-    made = made.add_extension(x509.KeyUsage(True, *[False] * 8), True)
-    made = made.add_extension(x509.BasicConstraints(False, None), True)
-    made = made.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]),
+    cert = cert.not_valid_before(start).not_valid_after(start + datetime.timedelta(1))
+    cert = cert.add_extension(x509.KeyUsage(True, *[False] * 8), True)
+    cert = cert.add_extension(x509.BasicConstraints(False, None), True)
+    cert = cert.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]),
                               False)
-    certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    certificate = cert.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
     zero = text(bytes(32))
     entry = {"logIndex": "1", "logId": {"keyId": zero},
              "kindVersion": {"kind": "hashedrekord", "version": "0.0.1"},
@@ -84,7 +84,8 @@ def forged(signed: bytes) -> str:
 def signed(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))         # where keys are kept
     folder = build(tmp_path / "r", id="_sign_c", digest=True)
-    (folder / "metadata.json.sigstore").write_text(forged((folder / "metadata.json").read_bytes()))
+    signature = forge_signature((folder / "metadata.json").read_bytes())
+    (folder / "metadata.json.sigstore").write_text(signature)
     return tmp_path / "r"
 
 
@@ -108,5 +109,6 @@ def test_where_the_keys_cannot_be_fetched(signed, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     with pytest.raises(SignatureRefused, match="cannot be verified here"):
         hub_of(signed, "required").load(NAME)
-    found = hub_of(signed).explain(NAME)
-    assert found.ok and "could not be verified here" in str(found), "not required, and said"
+    explanation = hub_of(signed).explain(NAME)
+    assert explanation.ok                      # a signature is not required
+    assert "could not be verified here" in str(explanation)

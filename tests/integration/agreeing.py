@@ -18,9 +18,9 @@ from layerzero.world import snapshot as worlds
 
 
 def everywhere(value: Any) -> list[Any]:
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, value)
+    return messages
 
 
 def linear_call(k: int, rows: int = 3) -> Call:
@@ -140,8 +140,8 @@ def check_groups(rank: int, size: int) -> None:
     assert agreement.size == 2 and agreement.rank == rank % 2
     if rank == 0:                                              # only the first replica has traffic
         call_linear(72)
-    found = lz.distributed.sync()
-    assert found == (1 if rank < 2 else 0)
+    result = lz.distributed.sync()
+    assert result == (1 if rank < 2 else 0)
     lz.distributed.shutdown()
     if size > 2:
         with pytest.raises(lz.errors.ConfigError, match="belongs to"):
@@ -174,8 +174,8 @@ def check_a_mesh(rank: int, size: int) -> None:
     lz.distributed.sync()                                      # each pair met those of the other
     epoch = worlds.current().epoch
     assert lz.distributed.sync() == 0 and worlds.current().epoch == epoch      # nothing is new
-    found = lz.distributed.status("data")
-    assert found is not None and str(found).startswith("data: 2 ranks, 5 kinds")
+    status = lz.distributed.status("data")
+    assert status is not None and str(status).startswith("data: 2 ranks, 5 kinds")
     assert lz.distributed.check().name == "tensor"
     with pytest.raises(lz.errors.ConfigError, match=r"name='pipeline'.*'tensor', 'data'"):
         lz.distributed.sync(name="pipeline")
@@ -232,9 +232,9 @@ def check_a_rank_that_dies(rank: int, size: int, path: str) -> None:
         lz.distributed.init("inference", group, timeout=60)
         call_linear(64)
         lz.distributed.sync()
-        found = lz.distributed.status()
-        assert found is not None
-        return found.id
+        status = lz.distributed.status()
+        assert status is not None
+        return status.id
 
     if rank == 0:
         agreed = first_agreement()
@@ -258,8 +258,8 @@ def check_a_rank_that_dies(rank: int, size: int, path: str) -> None:
     assert lz.distributed.sync() == 2          # what is new, and what the joined rank cannot run
     store.set(f"kernel {rank}", call_linear(64))
     assert store.get("kernel 0") == store.get("kernel 1")
-    found = lz.distributed.status()
-    assert found is not None and found.kinds == 2
+    status = lz.distributed.status()
+    assert status is not None and status.kinds == 2
     lz.distributed.shutdown()
 
 

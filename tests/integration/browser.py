@@ -114,7 +114,7 @@ class Browser:
         self._ask("Page.navigate", session, url=url)
         while not any(e["method"] == "Page.loadEventFired" for e in self._events):
             self._events.append(self._receive())
-        found = self._ask("Runtime.evaluate", session, expression=PROBE, returnByValue=True)
+        result = self._ask("Runtime.evaluate", session, expression=PROBE, returnByValue=True)
         if picture is not None:
             shot = self._ask("Page.captureScreenshot", session, captureBeyondViewport=True)
             picture.write_bytes(base64.b64decode(shot["data"]))
@@ -123,7 +123,7 @@ class Browser:
         printed = [str(e["params"]["args"][0].get("value")) for e in self._events
                    if e["method"] == "Runtime.consoleAPICalled"]
         self._ask("Target.closeTarget", targetId=target)
-        return {**found["result"]["value"], "console": printed,
+        return {**result["result"]["value"], "console": printed,
                 "requests": [u for u in asked if u != url and not u.startswith("data:")]}
 
     def _ask(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:

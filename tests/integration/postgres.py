@@ -17,12 +17,12 @@ import pytest
 
 def programs() -> Path | None:
     """The folder of initdb and postgres: in the path, where Debian puts them, or in a wheel."""
-    found = [shutil.which("initdb"),
-             *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), reverse=True)]
+    program = [shutil.which("initdb"),
+               *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), reverse=True)]
     spec = importlib.util.find_spec("pgserver")
     if spec is not None and spec.origin:
-        found += map(str, Path(spec.origin).parent.rglob("bin/initdb"))
-    folders = [Path(os.path.realpath(path)).parent for path in found if path]
+        program += map(str, Path(spec.origin).parent.rglob("bin/initdb"))
+    folders = [Path(os.path.realpath(path)).parent for path in program if path]
     return next((folder for folder in folders if (folder / "postgres").exists()), None)
 
 

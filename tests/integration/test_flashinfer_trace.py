@@ -52,18 +52,18 @@ def of(op_type: str) -> list[Definition]:
 def runnable(op_type: str) -> list[Definition]:
     """Those that run in a moment: not the widest products, and of each kind of sampling one
     vocabulary."""
-    found = of(op_type)
+    definitions = of(op_type)
     if op_type == "gemm":
-        found = [d for d in found if math.prod(d.const_axes.values()) <= ELEMENTS]
+        definitions = [d for d in definitions if math.prod(d.const_axes.values()) <= ELEMENTS]
     if op_type in ONE_OF_EACH:
-        found = list({tuple(d.inputs): d for d in found}.values())
-    return found
+        definitions = list({tuple(d.inputs): d for d in definitions}.values())
+    return definitions
 
 
 @pytest.fixture(scope="module")
 def references() -> Iterator[References]:
-    with References([DATASET], timeout_s=60.0) as found:
-        yield found
+    with References([DATASET], timeout_s=60.0) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,10 +97,10 @@ def test_a_type_without_an_operation_says_so():
 
 @pytest.mark.parametrize("op_type", TYPES)
 def test_lz_equals_the_reference_and_torch(op_type, references):
-    found = runnable(op_type)
-    if not found:
+    definitions = runnable(op_type)
+    if not definitions:
         pytest.skip(f"the dataset has no definitions of the type {op_type}")
-    reports = [verify(d, references) for d in found]
+    reports = [verify(d, references) for d in definitions]
     assert [str(r) for r in reports if not r.passed] == []
     assert [r.absent["reference"] for r in reports if "reference" in r.absent] == []
     # of draws, torch judges the filters; a delta rule or a state space torch does not have
@@ -136,19 +136,20 @@ def test_the_datasets_own_workloads(references):
 
 def test_traces_are_read_by_flashinfer_bench(references, tmp_path):
     bench = pytest.importorskip("flashinfer_bench.data")
-    chosen = [found[0] for op_type in ("rmsnorm", "gqa_paged", "rope") if (found := of(op_type))]
+    by_type = (of(op_type) for op_type in ("rmsnorm", "gqa_paged", "rope"))
+    chosen = [definitions[0] for definitions in by_type if definitions]
     traces.write(tmp_path, [verify(d, references) for d in chosen])
-    found = bench.TraceSet.from_path(str(tmp_path))
-    assert sorted(found.traces) == sorted(d.name for d in chosen)
-    assert all(t.is_successful() for runs in found.traces.values() for t in runs)
+    trace_set = bench.TraceSet.from_path(str(tmp_path))
+    assert sorted(trace_set.traces) == sorted(d.name for d in chosen)
+    assert all(t.is_successful() for runs in trace_set.traces.values() for t in runs)
 
 
 @pytest.mark.parametrize("op_type", TYPES)
 def test_answers_have_the_shapes_and_dtypes_of_the_definition(op_type):
-    found = runnable(op_type)
-    if not found:
+    definitions = runnable(op_type)
+    if not definitions:
         pytest.skip(f"the dataset has no definitions of the type {op_type}")
-    definition = scaled(found[0])[0] if too_large(found[0]) else found[0]
+    definition = scaled(definitions[0])[0] if too_large(definitions[0]) else definitions[0]
     inputs = generate(definition, seed=1)
     made, sizes = answer(definition)(inputs), definition.sizes_of(inputs)
     for name, spec in definition.outputs.items():

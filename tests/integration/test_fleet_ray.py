@@ -45,14 +45,14 @@ def cluster():
     """A head without CPUs: it only schedules."""
     os.environ.pop("OMP_NUM_THREADS", None)            # it would count on every node
     small = {"object_store_memory": 80 << 20}
-    found = Cluster(initialize_head=True,
-                    head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+    ray_cluster = Cluster(initialize_head=True,
+                          head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
     try:
-        yield found
+        yield ray_cluster
     finally:
         if ray.is_initialized():
             ray.shutdown()
-        found.shutdown()
+        ray_cluster.shutdown()
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ def test_two_versions_of_torch_serve_one_process():
     x, weight = torch.randn(64, 1024), torch.rand(1024)
     other = lz.rms_norm(x, weight, backend="worker.torch.rms_norm")
     same = lz.layer_norm(x, weight, backend="worker.torch.layer_norm")
-    found = {p.python: p.workers[0].versions["torch"] for p in pools.pools()}
-    assert found[PYTHON].partition("+")[0] == there.partition("+")[0]
-    assert found[""] == torch.__version__
+    torch_versions = {p.python: p.workers[0].versions["torch"] for p in pools.pools()}
+    assert torch_versions[PYTHON].partition("+")[0] == there.partition("+")[0]
+    assert torch_versions[""] == torch.__version__
     torch.testing.assert_close(other, torch.rms_norm(x, (1024,), weight, 1e-6))
     torch.testing.assert_close(same, torch.layer_norm(x, (1024,), weight))
     half = x.bfloat16().T[:64]

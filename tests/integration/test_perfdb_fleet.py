@@ -34,8 +34,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def store(url):
-    with FleetStore(url) as found:
-        yield found
+    with FleetStore(url) as opened:
+        yield opened
 
 
 def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
@@ -47,26 +47,27 @@ def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
 
 def test_it_does_what_the_file_does(store, tmp_path):
     """The same story told to both; they end up with the same."""
-    def tell(found):
-        found.put([measured(i, f"lib.k{i % 3}") for i in range(30)],
-                  {"machine": "a", "state": {"load": 0.5}})
-        found.put([measured(1, "lib.k1", at=1.71e9, median_us=7.0),
-                   measured(2, "lib.k2", at=1.0, median_us=8.0)])
-        found.put([measured(4, "lib.k1", at=1.71e9, spread=0.9), measured(5, "lib.k2", build="v2")],
-                  {"machine": "b"})
+    def tell(target):
+        target.put([measured(i, f"lib.k{i % 3}") for i in range(30)],
+                   {"machine": "a", "state": {"load": 0.5}})
+        target.put([measured(1, "lib.k1", at=1.71e9, median_us=7.0),
+                    measured(2, "lib.k2", at=1.0, median_us=8.0)])
+        target.put([measured(4, "lib.k1", at=1.71e9, spread=0.9),
+                    measured(5, "lib.k2", build="v2")],
+                   {"machine": "b"})
         # twice in one go
-        found.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])
-        found.write((), {}, {"here": (Rates(1e5, 1 / 3), 10.0)})
-        found.write((), {}, {"here": (Rates(1.0, 1.0), 5.0), "there": (Rates(2.0, 3.0), 5.0)})
-        removed = found.prune(lambda m: m.kernel == "lib.k0", before=1.7e9 + 10)
+        target.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])
+        target.write((), {}, {"here": (Rates(1e5, 1 / 3), 10.0)})
+        target.write((), {}, {"here": (Rates(1.0, 1.0), 5.0), "there": (Rates(2.0, 3.0), 5.0)})
+        removed = target.prune(lambda m: m.kernel == "lib.k0", before=1.7e9 + 10)
         builds = {"lib.k0": "v1", "lib.k1": "v1", "lib.k2": "v2", "torch.k": "v1"}
-        view = found.view(builds, since=8.0)
+        view = target.view(builds, since=8.0)
         some = measured(1, "lib.k1")
-        return (removed, sorted(found.rows()), found.environments(), found.timed_rates(),
-                sorted(view), len(view), dict(view.rates), sorted(found.rows(kernel="lib.*2")),
-                found.get("lib.k1", some.bucket, some.place),
-                found.get("lib.k2", measured(5).bucket, some.place, "v2"),
-                found.get("lib.k1", "none", some.place))
+        return (removed, sorted(target.rows()), target.environments(), target.timed_rates(),
+                sorted(view), len(view), dict(view.rates), sorted(target.rows(kernel="lib.*2")),
+                target.get("lib.k1", some.bucket, some.place),
+                target.get("lib.k2", measured(5).bucket, some.place, "v2"),
+                target.get("lib.k1", "none", some.place))
 
     with SqliteStore(tmp_path / "p.sqlite") as file:
         assert tell(store) == tell(file)
@@ -85,9 +86,9 @@ def test_a_row_that_someone_else_spoilt_is_not_believed(store, url, server):
     store.put([measured(1), measured(2)])
     spoil = "UPDATE layerzero_measurements SET median_us = 'NaN' WHERE sizes = 'rows=1'"
     admin(server, spoil, url.rpartition("/")[2])
-    told: list[str] = []
-    assert list(store.view({"torch.k": "v1"}, on_damage=told.append)) == [measured(2)]
-    assert len(told) == 1 and "median_us" in told[0]
+    messages: list[str] = []
+    assert list(store.view({"torch.k": "v1"}, on_damage=messages.append)) == [measured(2)]
+    assert len(messages) == 1 and "median_us" in messages[0]
     with pytest.raises(StoreError, match="median_us"):
         list(store.rows())
 
@@ -158,8 +159,8 @@ def test_machines_that_write_at_once_lose_nothing(url):
                                stderr=subprocess.PIPE, text=True)
               for who in range(4)]
     for other in others:
-        _, said = other.communicate(timeout=240)
-        assert other.returncode == 0, said
+        _, stderr = other.communicate(timeout=240)
+        assert other.returncode == 0, stderr
     with FleetStore(url) as store:
         kept = {m.bucket: m for m in store.rows()}
     assert kept.keys() == {f"b{1000 * w + i}" for w in range(4)
@@ -196,8 +197,8 @@ def test_the_setting_serves_calls_from_the_fleet(url, monkeypatch, tmp_path):
     measurements.forget_measurements()
     assert len(worlds.current().perf) == 0
     measurements.reload_measurements()
-    (found,) = worlds.current().perf
-    assert (found.kernel == "reference.rms_norm"
+    (result,) = worlds.current().perf
+    assert (result.kernel == "reference.rms_norm"
             and worlds.current().perf.rates == {place: Rates(1e5, 1e4)})
     assert measurements.status().ok and "secret" not in measurements.status().text
     with measurements.store() as store:
@@ -237,7 +238,7 @@ def test_a_server_that_does_not_answer_costs_its_measurements_only(url, wrong, m
     lz.configure(perfdb=address[wrong])
     measurements.record([measured(1)])
     stop()
-    told = [e for e in seen if isinstance(e, StoreTrouble)]
-    assert len(told) == 2 and "secret" not in str(told)
+    events = [e for e in seen if isinstance(e, StoreTrouble)]
+    assert len(events) == 2 and "secret" not in str(events)
     assert [m.sizes for m in worlds.current().perf] == ["rows=1"]
     assert not measurements.status().ok

@@ -45,8 +45,8 @@ def metadata(target: Path, name: str, version: str, entries: dict[str, dict[str,
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
-def broken(target: Path, name: str, text: str, group: str = "layerzero.backends",
-           needs: str = "layerzero>=0.1,<1") -> None:
+def write_plugin(target: Path, name: str, text: str, group: str = "layerzero.backends",
+                 needs: str = "layerzero>=0.1,<1") -> None:
     """A plugin called `name` whose module says `text`."""
     target.mkdir(exist_ok=True)
     (target / f"lz_{name}.py").write_text(textwrap.dedent(text))
@@ -88,56 +88,58 @@ print(json.dumps({
 
 def test_an_installed_plugin_is_found(tmp_path):
     install(tmp_path / "site")
-    found = run(ASK, tmp_path / "site")
-    assert (found["right"] and found["torch_op"]
-            and not found["at_import"]), "imported when first needed"
-    assert (found["kernels"][:2] == ["example.addcmul", "example.rms_norm"]
-            and found["kernels"][2] != "example.rms_norm")
-    assert found["origins"] == dict.fromkeys(("scale_shift", "example.addcmul", "example.rms_norm"),
-                                             "lz-plugin-example 1.0")
-    assert (found["calls"] == {"example.addcmul": 4} and found["notes"] == ["version 1.0"]
-            and found["refused"] == {})
+    answer = run(ASK, tmp_path / "site")
+    assert (answer["right"] and answer["torch_op"]
+            and not answer["at_import"]), "imported when first needed"
+    assert (answer["kernels"][:2] == ["example.addcmul", "example.rms_norm"]
+            and answer["kernels"][2] != "example.rms_norm")
+    assert answer["origins"] == dict.fromkeys(("scale_shift", "example.addcmul",
+                                               "example.rms_norm"),
+                                              "lz-plugin-example 1.0")
+    assert (answer["calls"] == {"example.addcmul": 4} and answer["notes"] == ["version 1.0"]
+            and answer["refused"] == {})
 
 
 def test_an_upgrade_on_the_path_is_the_one_that_is_used(tmp_path):
     install(tmp_path / "old", "1.0")
     install(tmp_path / "new", "2.0")
-    found = run(ASK, tmp_path / "new", tmp_path / "old")
-    assert found["right"] and found["notes"] == ["version 2.0"] and found["refused"] == {}
-    assert set(found["origins"].values()) == {"lz-plugin-example 2.0"}
+    answer = run(ASK, tmp_path / "new", tmp_path / "old")
+    assert answer["right"] and answer["notes"] == ["version 2.0"] and answer["refused"] == {}
+    assert set(answer["origins"].values()) == {"lz-plugin-example 2.0"}
 
 
 def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "typo", """
+    write_plugin(site, "typo", """
         import layerzero as lz
         from layerzero.spec.rules import at_most
         KERNELS = (lz.Kernel("typo.kernel", lz.op("attention"), lambda: None, requires=(at_most("hed_dim", 64),)),)
         """)
-    broken(site, "twice", """
+    write_plugin(site, "twice", """
         import layerzero as lz
         KERNELS = (lz.Kernel("twice.fine", lz.op("rms_norm"), lambda: None, prior=1e9, less_work="a test"),
                    lz.Kernel("torch.rms_norm", lz.op("rms_norm"), lambda: None))
         """)
-    broken(site, "unknown_op", """
+    write_plugin(site, "unknown_op", """
         import dataclasses, layerzero as lz
         KERNELS = (lz.Kernel("unknown.kernel", dataclasses.replace(lz.op("rms_norm"), name="rms_morn"), lambda: None),)
         """)
-    broken(site, "missing", "import no_such_library_at_all")
-    broken(site, "syntax", "KERNELS = (")
-    broken(site, "exits", "import sys; sys.exit('not on this machine')")
-    broken(site, "strange", "class Refusal(Exception): pass\nraise Refusal('of its own kind')")
-    broken(site, "nothing", "VALUE = 3")
-    broken(site, "wrong_thing", "KERNELS = ('a kernel',)")
-    broken(site, "no_cases", """
+    write_plugin(site, "missing", "import no_such_library_at_all")
+    write_plugin(site, "syntax", "KERNELS = (")
+    write_plugin(site, "exits", "import sys; sys.exit('not on this machine')")
+    write_plugin(site, "strange",
+                 "class Refusal(Exception): pass\nraise Refusal('of its own kind')")
+    write_plugin(site, "nothing", "VALUE = 3")
+    write_plugin(site, "wrong_thing", "KERNELS = ('a kernel',)")
+    write_plugin(site, "no_cases", """
         import dataclasses, layerzero as lz
         OP = dataclasses.replace(lz.op("rms_norm"), name="other_norm", cases=())
         """, group="layerzero.ops")
     metadata(site, "lz-gone", "1.0", {"layerzero.backends": {"gone": "lz_gone_module:KERNELS"}})
-    found = run(ASK, site)
-    assert found["right"] and found["torch_op"] and found["kernels"][0] == "example.addcmul"
-    said = {
+    answer = run(ASK, site)
+    assert answer["right"] and answer["torch_op"] and answer["kernels"][0] == "example.addcmul"
+    messages = {
         "typo": ["lz-typo 3.1", "typo.kernel", "'hed_dim'", "did you mean 'head_dim'"],
         "twice": ["lz-twice 3.1", "'torch.rms_norm'", "already registered by layerzero"],
         "unknown_op": ["'unknown.kernel'", "'rms_morn'", "not registered"],
@@ -146,19 +148,19 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         "nothing": ["without OP or KERNELS"], "wrong_thing": ["offers a str", "Op and Kernel"],
         "no_cases": ["'other_norm' has no cases"],
         "gone": ["ModuleNotFoundError", "lz_gone_module"]}
-    assert found["refused"].keys() == said.keys()
-    for name, words in said.items():
+    assert answer["refused"].keys() == messages.keys()
+    for name, words in messages.items():
         for word in words:
-            assert word in found["refused"][name], (name, found["refused"][name])
-        ok, text, hint = found["doctor"][f"plugin {name}"]
+            assert word in answer["refused"][name], (name, answer["refused"][name])
+        ok, text, hint = answer["doctor"][f"plugin {name}"]
         assert not ok and words[-1] in text and hint
-    assert "twice.fine" not in found["origins"], "all of a plugin or nothing"
+    assert "twice.fine" not in answer["origins"], "all of a plugin or nothing"
 
 
 def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "late", """
+    write_plugin(site, "late", """
         import layerzero as lz
         def load_missing():
             import no_such_library_at_all
@@ -167,13 +169,13 @@ def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_pat
         KERNELS = (lz.Kernel("late.missing", lz.op("rms_norm"), load_missing, prior=1e6, less_work="a test"),
                    lz.Kernel("late.wrong", lz.op("rms_norm"), load_wrong, prior=1e5, less_work="a test"))
         """)
-    found = run(ASK, site)
-    assert found["right"] and found["kernels"][1] == "example.rms_norm"
-    assert set(found["refused"]) == {"late.missing", "late.wrong"}
-    assert "no_such_library_at_all" in found["refused"]["late.missing"]
-    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in found["refused"][
+    answer = run(ASK, site)
+    assert answer["right"] and answer["kernels"][1] == "example.rms_norm"
+    assert set(answer["refused"]) == {"late.missing", "late.wrong"}
+    assert "no_such_library_at_all" in answer["refused"]["late.missing"]
+    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in answer["refused"][
         "late.wrong"]
-    assert not found["doctor"]["loading late.wrong"][0]
+    assert not answer["doctor"]["loading late.wrong"][0]
 
 
 def test_the_package_says_in_its_project_file_what_the_tests_install():
@@ -213,14 +215,14 @@ print(json.dumps({
 def test_a_policy_of_a_plugin_is_advice(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
-    found = run(ADVICE, site)
-    assert (found["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
-            and found["wide"] == "example.rms_norm")
-    assert found["allowed"] == "example.rms_norm", "what the program says wins"
+    write_plugin(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
+    answer = run(ADVICE, site)
+    assert (answer["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
+            and answer["wide"] == "example.rms_norm")
+    assert answer["allowed"] == "example.rms_norm", "what the program says wins"
     assert ["default", "lz-plugin-example 1.0",
-            "boost example.addcmul x1.5 for scale_shift"] in found["rules"]
-    assert found["sizes"] == [33, 77] and found["refused"] == {}
+            "boost example.addcmul x1.5 for scale_shift"] in answer["rules"]
+    assert answer["sizes"] == [33, 77] and answer["refused"] == {}
 
 
 def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
@@ -235,18 +237,18 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
             "setting": "POLICY = {'settings': {'cash_size': 3}}",
             "exits": "raise SystemExit('no')", "a": "POLICY = {'settings': {'cache_size': 33}}",
             "b": "POLICY = {'settings': {'cache_size': 34}}"}.items():
-        broken(site, name, text, "layerzero.policies")
-    found = run(ADVICE, site)
-    assert found["wide"] == "example.rms_norm" and found["sizes"][0] in (33, 34)
-    late = "b" if "b" in found["refused"] else "a"
-    said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
-            "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
-            "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
-            late: "another one set it to"}
-    assert found["refused"].keys() == said.keys()
-    for name, word in said.items():
-        assert word in found["refused"][name] and f"lz-{name} 3.1" in found["refused"][name]
-        assert word in found["doctor"][f"plugin {name}"]
+        write_plugin(site, name, text, "layerzero.policies")
+    answer = run(ADVICE, site)
+    assert answer["wide"] == "example.rms_norm" and answer["sizes"][0] in (33, 34)
+    late = "b" if "b" in answer["refused"] else "a"
+    messages = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
+                "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
+                "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
+                late: "another one set it to"}
+    assert answer["refused"].keys() == messages.keys()
+    for name, word in messages.items():
+        assert word in answer["refused"][name] and f"lz-{name} 3.1" in answer["refused"][name]
+        assert word in answer["doctor"][f"plugin {name}"]
 
 
 def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path):
@@ -255,15 +257,15 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
                "k3": "layerzero>=7; python_version < '3'"}
     others = {"k4": "layerzero>=7,<8", "k5": "layerzero<0.1"}
     for name, needs in {**fitting, **others}.items():
-        broken(site, name, f"""
+        write_plugin(site, name, f"""
             from pathlib import Path
             Path({str(tmp_path / name)!r}).write_text("imported")
             import layerzero as lz
             KERNELS = (lz.Kernel("{name}.kernel", lz.op("rms_norm"), lambda: None),)
             """, needs=needs)
-    broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
-           needs="layerzero>=7")
-    found = run("""
+    write_plugin(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
+                 needs="layerzero>=7")
+    answer = run("""
         import json
         import layerzero as lz
         seen = []
@@ -272,15 +274,15 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
         print(json.dumps({"ids": ids, "version": lz.__version__, "size": lz.get_config()["settings"]["cache_size"],
                           "refused": {e.kernel: str(e.reason) for e in seen if e.name == "unavailable"}}))
         """, site)
-    assert ({i.partition(".")[0] for i in found["ids"] if i.startswith("k")} == set(fitting)
-            and found["size"] != 33)
+    assert ({i.partition(".")[0] for i in answer["ids"] if i.startswith("k")} == set(fitting)
+            and answer["size"] != 33)
     assert (all((tmp_path / n).exists() for n in fitting)
             and not any((tmp_path / n).exists() for n in others))
-    assert found["refused"].keys() == {*others, "policy"}
+    assert answer["refused"].keys() == {*others, "policy"}
     for name, needs in others.items():
-        said = found["refused"][name]
-        assert said.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in said
-        assert f"found {found['version']} (plugin {name} of lz-{name} 3.1)" in said
+        message = answer["refused"][name]
+        assert message.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in message
+        assert f"found {answer['version']} (plugin {name} of lz-{name} 3.1)" in message
 
 
 # With a real installer
@@ -374,9 +376,10 @@ def test_upgrade_and_downgrade(tmp_path, place):
                                       (second, "2.0", "CERTIFICATE_VOID"),
                                       (first, "1.0", "holds")):
         pip_install(place, source)
-        found = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"), tmp_path / "cache")
-        assert found["right"] and found["refused"] == []
-        assert found["origins"] == dict.fromkeys(names[version],
-                                                 f"lz-plugin-example {version}"), "nothing is left over"
-        assert found[
+        answer = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"),
+                          tmp_path / "cache")
+        assert answer["right"] and answer["refused"] == []
+        assert answer["origins"] == dict.fromkeys(names[version],
+                                                  f"lz-plugin-example {version}"), "nothing is left over"
+        assert answer[
             "standing"] == standing, "a proof is for one build, and holds again when that is back"

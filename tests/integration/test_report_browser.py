@@ -110,19 +110,19 @@ def seen(tmp_path_factory):
 
 @pytest.fixture
 def good(seen):
-    return {view: found for view, found in seen.items() if view[0] != "bad"}
+    return {view: page for view, page in seen.items() if view[0] != "bad"}
 
 
 def test_the_page_never_scrolls_sideways(good):
-    for (name, width, _), found in good.items():
-        assert found["width"] == width
-        assert found["page_width"] <= width and found["too_wide"] == [], (name, width)
-        assert found["spilled"] == 0           # no text runs over the next column
+    for (name, width, _), page in good.items():
+        assert page["width"] == width
+        assert page["page_width"] <= width and page["too_wide"] == [], (name, width)
+        assert page["spilled"] == 0           # no text runs over the next column
 
 
 def test_no_label_of_a_chart_lies_on_another_or_is_cut_off(good):
-    for view, found in good.items():
-        assert (found["collisions"], found["outside"]) == ([], []), view
+    for view, page in good.items():
+        assert (page["collisions"], page["outside"]) == ([], []), view
 
 
 def test_on_a_phone_the_columns_that_matter_need_no_scrolling(good):
@@ -134,10 +134,10 @@ def test_on_a_phone_the_columns_that_matter_need_no_scrolling(good):
 
 
 def test_nothing_is_asked_for_and_nothing_runs(good):
-    for found in good.values():
-        assert (found["requests"], found["console"], found["scripts"], found["images"]) == (
+    for page in good.values():
+        assert (page["requests"], page["console"], page["scripts"], page["images"]) == (
             [], [], 0, 0)
-        assert found["injected"] is None
+        assert page["injected"] is None
 
 
 def test_what_is_hostile_is_shown_as_text(good):
@@ -146,9 +146,9 @@ def test_what_is_hostile_is_shown_as_text(good):
 
 
 def test_the_scheme_of_the_system_is_followed(good):
-    for (_, _, scheme), found in good.items():
-        assert found["dark"] == (scheme == "dark")
-        assert _hex(found["background"]) == style.COLOURS[scheme]["page"]
+    for (_, _, scheme), page in good.items():
+        assert page["dark"] == (scheme == "dark")
+        assert _hex(page["background"]) == style.COLOURS[scheme]["page"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -158,17 +158,17 @@ def test_the_heat_map_has_the_colours_that_were_checked(good, scheme):
 
 
 def test_every_kind_is_a_point_and_every_date_has_two(good):
-    for (name, _, _), found in good.items():
-        assert found["points"] == (12 + 2 * 10 if name == "full" else 0)
+    for (name, _, _), page in good.items():
+        assert page["points"] == (12 + 2 * 10 if name == "full" else 0)
 
 
 def test_this_browser_would_notice(seen):
     """A page with every fault: the checks above can fail."""
-    found = seen["bad", PHONE, "light"]
-    assert found["page_width"] > PHONE and found["too_wide"] == ["DIV."]
-    assert found["requests"] == ["http://127.0.0.1:9/a.png"] and found["console"] == ["ran"]
-    assert (found["scripts"], found["images"], found["injected"]) == (1, 1, 1)
-    assert found["collisions"] == ["one / two"]
+    page = seen["bad", PHONE, "light"]
+    assert page["page_width"] > PHONE and page["too_wide"] == ["DIV."]
+    assert page["requests"] == ["http://127.0.0.1:9/a.png"] and page["console"] == ["ran"]
+    assert (page["scripts"], page["images"], page["injected"]) == (1, 1, 1)
+    assert page["collisions"] == ["one / two"]
 
 
 def _hex(colour: str) -> str:

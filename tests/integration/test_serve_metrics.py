@@ -33,9 +33,9 @@ NOT_READY = Readiness((ReadinessCheck("database", "fail", "a file",
 
 @pytest.fixture
 def server():
-    with lz.serve_metrics(every=0.05) as found:
-        wait_for(lambda: get(found, "/ready")[0] == 200)
-        yield found
+    with lz.serve_metrics(every=0.05) as metrics:
+        wait_for(lambda: get(metrics, "/ready")[0] == 200)
+        yield metrics
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def serving():
         return opened[-1]
 
     yield start
-    for found in opened:
-        found.close()
+    for metrics in opened:
+        metrics.close()
 
 
 def wait_for(what, seconds=60.0):
@@ -305,21 +305,21 @@ def test_what_a_client_accepts_may_be_nonsense(server, accept):
 
 
 def test_many_ask_at_once(server):
-    found: list = []
+    results: list = []
 
     def ask():
         for path in ("/ready", "/live", "/metrics"):
             try:
-                found.append(get(server, path)[0])
+                results.append(get(server, path)[0])
             except OSError:
-                found.append("closed")
+                results.append("closed")
 
     clients = [threading.Thread(target=ask) for _ in range(20)]
     for client in clients:
         client.start()
     for client in clients:
         client.join(60)
-    assert len(found) == 60 and set(found) <= {200, 501}
+    assert len(results) == 60 and set(results) <= {200, 501}
 
 
 # its life

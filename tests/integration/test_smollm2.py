@@ -192,7 +192,7 @@ def test_a_file_that_is_no_model(tmp_path):
         read_gguf(path)
 
 
-def said(*words):
+def run_generate(*words):
     done = CliRunner().invoke(app, ["generate", *words, "--device", "cpu"], catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
@@ -200,7 +200,7 @@ def said(*words):
 
 def test_the_command_speaks(model):
     asked = "Write one sentence about the sea."
-    told = said(asked, "--max-tokens", "8", "--explain")
+    told = run_generate(asked, "--max-tokens", "8", "--explain")
     text, _, kernels = told.partition("\n")
     # its own rounding may choose another word than float32 does, but not another first one
     assert text.startswith("The sea")
@@ -219,9 +219,9 @@ def test_the_command_speaks(model):
 def test_the_command_in_json(model, monkeypatch):
     # not once more
     monkeypatch.setattr("layerzero.cli.commands.setup.generate.load_gguf", lambda path, **_: model)
-    told = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
-    assert told["text"] == " 5," and told["tokens"] == 3 and told["kernels"] == []
-    assert told["tokens_per_second"] > 0 and told["prompt_tokens_per_second"] > 0
+    data = json.loads(run_generate("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
+    assert data["text"] == " 5," and data["tokens"] == 3 and data["kernels"] == []
+    assert data["tokens_per_second"] > 0 and data["prompt_tokens_per_second"] > 0
 
 
 def test_a_conversation(model, monkeypatch):
@@ -236,14 +236,14 @@ def test_a_conversation(model, monkeypatch):
 @pytest.mark.parametrize("words", (["--dtype", "int8"], ["--model", "absent.gguf"]))
 def test_a_wrong_command_is_refused(words):
     with pytest.raises((ConfigError, DataError)):
-        said("Hi", *words)
+        run_generate("Hi", *words)
 
 
 def test_the_ladder_as_a_command(model, capsys, monkeypatch):
     monkeypatch.setattr("layerzero.cli.commands.prove.ladder.read_gguf", lambda path: model)
     assert ladder(4, kernel="torch.sdpa_flash", as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    [rung] = told["rungs"]
-    assert told["passed"] and rung["served"] >= 30 and rung["name"].startswith("Smollm2")
+    data = json.loads(capsys.readouterr().out)
+    [rung] = data["rungs"]
+    assert data["passed"] and rung["served"] >= 30 and rung["name"].startswith("Smollm2")
     served = {k["kernel"]: k["calls"] for k in rung["kernels"] if k["op"] == "attention"}
     assert served["torch.sdpa_flash"] == rung["served"]

@@ -102,14 +102,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
             patch.delenv(variable, raising=False)
         text = python(SERVER, LAYERZERO_CACHE_DIR=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1",
                       timeout=240.0)
-    found: dict[str, list[dict[str, Any]]] = json.loads(text)
+    metrics: dict[str, list[dict[str, Any]]] = json.loads(text)
     assert list((folder / "inductor").iterdir()), "the compiled code is in our cache folder"
-    return found
+    return metrics
 
 
 def test_one_of_the_processes_that_start_together_compiles_and_the_others_find_it(server):
-    found = sorted((w["compiled"], w["found"]) for w in server["together"])
-    assert found == [(0, 1), (0, 1), (0, 1), (1, 0)]
+    result = sorted((w["compiled"], w["found"]) for w in server["together"])
+    assert result == [(0, 1), (0, 1), (0, 1), (1, 0)]
 
 
 def test_a_process_that_starts_later_compiles_nothing(server):

@@ -105,10 +105,10 @@ def crowded() -> None:
     logits = torch.zeros(1, MAX_LISTED + 500)
     logits[:, ::30], logits[:, 7] = -1.0, 2.0
     uniforms = torch.tensor([0.73], dtype=torch.float64)
-    for given in ({"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}):
-        got, want = (f(logits, **given, uniforms=uniforms) for f in (sample, reference))
+    for options in ({"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}):
+        got, want = (f(logits, **options, uniforms=uniforms) for f in (sample, reference))
         say("crowded", "passed" if torch.equal(got, want) else "failed",
-            f"{given}: {got} instead of {want}")
+            f"{options}: {got} instead of {want}")
 
 
 def expanded() -> None:
@@ -120,12 +120,12 @@ def expanded() -> None:
     query = torch.randn(2, 8, 3, 32, generator=gen).half()
     key, value = (torch.randn(2, 1, 200, 32, generator=gen).half().expand(2, 8, 200, 32)
                   for _ in "kv")
-    for given in ({}, {"is_causal": True, "causal_align": "bottom_right"},
-                  {"window_left": 20, "scale": 0.3}):
-        got, want = attention_decode(query, key, value, **given), reference(
-            query.float(), key.float(), value.float(), **given)
+    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"},
+                    {"window_left": 20, "scale": 0.3}):
+        got, want = attention_decode(query, key, value, **options), reference(
+            query.float(), key.float(), value.float(), **options)
         gap = (got.float() - want).abs().max().item()
-        say("expanded", "passed" if gap < 4e-3 else "failed", f"{given}: off by {gap}")
+        say("expanded", "passed" if gap < 4e-3 else "failed", f"{options}: off by {gap}")
 
 
 def configured() -> None:
@@ -134,15 +134,15 @@ def configured() -> None:
     from layerzero.backends.triton.attention import decode
 
     here = torch.device("cpu")
-    for text, found, rising in (
+    for text, result, rising in (
             ("decode", [decode.config(16, 2, 64, 1 << 14, False, here, p).splits
                         for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
             ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits
                        for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
             ("gemv", [gemv.config(1, 4096, 4096, False, here, p).block_n
                       for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
-        say("configured", "passed" if found == rising else "failed",
-            f"{text}: {found} instead of {rising}")
+        say("configured", "passed" if result == rising else "failed",
+            f"{text}: {result} instead of {rising}")
 
 
 def grouped_backward() -> None:

@@ -32,8 +32,8 @@ def launch(x, weight=None, eps=1e-6):
     return out, (x, x if weight is None else weight, out, hidden, eps), block
 
 
-def grid(given):
-    return (given["x_ptr"].numel() // max(given["hidden"], 1),)
+def grid(meta):
+    return (meta["x_ptr"].numel() // max(meta["hidden"], 1),)
 
 
 REQUIRES = (dtypes("float16", "bfloat16", "float32"), contiguous("x"), contiguous("weight"),

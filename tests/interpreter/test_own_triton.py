@@ -30,10 +30,10 @@ def results():
                           text=True, env=env,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[dict[str, str]]] = {}
+    outcomes: dict[str, list[dict[str, str]]] = {}
     for line in done.stdout.splitlines():
-        found.setdefault(json.loads(line)["kernel"], []).append(json.loads(line))
-    return found
+        outcomes.setdefault(json.loads(line)["kernel"], []).append(json.loads(line))
+    return outcomes
 
 
 @pytest.mark.parametrize("name", ["mine.rms_norm", "mine.tuned_num_warps2"])
@@ -200,7 +200,7 @@ def test_limits_of_a_grid(grid, axis):
 def test_limits_of_a_block():
     from layerzero.spec.rules.launch import LaunchLimits, block_problems
     assert not block_problems(32, 48 << 10, LaunchLimits())
-    told = block_problems(64, 300_000, LaunchLimits(shared=232_448))
-    assert [r.message for r in told] == ["threads of a block must be <= 1024, got 2048",
-                                         "shared memory of a block in bytes must be <= 232448, got "
-                                         "300000"]
+    problems = block_problems(64, 300_000, LaunchLimits(shared=232_448))
+    assert [r.message for r in problems] == [
+        "threads of a block must be <= 1024, got 2048",
+        "shared memory of a block in bytes must be <= 232448, got 300000"]

@@ -118,8 +118,8 @@ def make_weights(c: Config, dtype: torch.dtype, device: str = "cpu", seed: int =
 def _separate_experts(c: Config, w: Weights, gen: torch.Generator) -> None:
     """Which expert serves a token is a step function: a rounding that flips a choice changes the
     logits by any amount, in eager torch as well. So the first columns of the stream hold each
-    token's taste in experts, far apart, and no
-    layer writes to them; the router of every layer reads them in another order."""
+    token's taste in experts, far apart, and no layer writes to them; the router of every layer
+    reads them in another order."""
     taste = torch.linspace(-2.0, 2.0, c.experts)
     w["embed"][:, :c.experts] = torch.stack([taste[torch.randperm(c.experts, generator=gen)]
                                              for _ in range(c.vocab)])

@@ -105,15 +105,15 @@ def t5_buckets(shape: T5Shape, seq_q: int, seq_k: int, both_ways: bool) -> Tenso
     """(seq_q, seq_k): which bucket the distance falls into; half of them exact, half by logarithm.
     The last query stands at the last key."""
     distance = torch.arange(seq_k)[None] - torch.arange(seq_k - seq_q, seq_k)[:, None]
-    buckets, found = shape.buckets, torch.zeros_like(distance)
+    buckets, bucket = shape.buckets, torch.zeros_like(distance)
     if both_ways:
         buckets //= 2
-        found = (distance > 0) * buckets
+        bucket = (distance > 0) * buckets
     distance = distance.abs() if both_ways else (-distance).clamp_min(0)
     exact = buckets // 2
     ratio = torch.log(distance.clamp_min(1) / exact) / math.log(shape.max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).long()).clamp_max(buckets - 1)
-    return found + torch.where(distance < exact, distance, far)
+    return bucket + torch.where(distance < exact, distance, far)
 
 
 def padding_of(lengths: Sequence[int]) -> Tensor:

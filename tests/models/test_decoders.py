@@ -364,14 +364,14 @@ NEW = 24
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(
+    trained_tokenizer = Tokenizer(models.BPE())
+    trained_tokenizer.pre_tokenizer, trained_tokenizer.decoder = pre_tokenizers.ByteLevel(
         add_prefix_space=False), decoders.ByteLevel()
-    made.train_from_iterator(SENTENCES * 4, trainers.BpeTrainer(
+    trained_tokenizer.train_from_iterator(SENTENCES * 4, trainers.BpeTrainer(
         vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    assert made.get_vocab_size() == SHAPES["llama"].vocab
+    assert trained_tokenizer.get_vocab_size() == SHAPES["llama"].vocab
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    trained_tokenizer.save(str(path))
     return path
 
 

@@ -271,10 +271,10 @@ def test_vit_learns_as_plain_torch_does(memory):
                if not name.startswith("patch")}
     image = patches(torch.float32, memory, vit_weights(**VIT)).requires_grad_()
     wanted = [image, *weights.values()]
-    found = [torch.autograd.grad(model(tokens_of(image), weights, VIT_HEADS).square().mean(),
+    grads = [torch.autograd.grad(model(tokens_of(image), weights, VIT_HEADS).square().mean(),
                                  wanted)
              for model in (lz_vit, torch_vit)]
-    for ours, theirs in zip(*found):
+    for ours, theirs in zip(*grads):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 

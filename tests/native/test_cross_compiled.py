@@ -42,12 +42,12 @@ QEMU_LACKS = ("avx512f", "avx512_vnni")
 
 
 def compiler_for(machine: str) -> str:
-    found = shutil.which("g++" if machine == HERE else f"{machine}-linux-gnu-g++")
-    if found is None:
+    path = shutil.which("g++" if machine == HERE else f"{machine}-linux-gnu-g++")
+    if path is None:
         pytest.skip(
             f"no compiler for {machine}: Debian's package is "
             f"g++-{machine.replace('_', '-')}-linux-gnu")
-    return found
+    return path
 
 
 def command_for(machine: str, isa: str, program: Path) -> list[str]:

@@ -1,5 +1,5 @@
 """The fixtures of helpers.py: the world as it was, events as a list."""
 
-from helpers import happened, world
+from helpers import emitted, world
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]

@@ -49,8 +49,8 @@ def test_a_model_is_patched_and_a_scheduler_is_none(tmp_path):
     method = vars(diffusers.ModelMixin)["from_pretrained"]
     with lz.auto() as auto:
         loaded = UNet2DConditionModel.from_pretrained(tmp_path)
-        made = UNet2DConditionModel.from_config(stock.config)
+        unet = UNet2DConditionModel.from_config(stock.config)
         DDIMScheduler.from_config(DDIMScheduler().config)
-        assert [entry.model for entry in auto.models] == [loaded, made]
-    assert processors(loaded) == processors(made) == {True} and processors(stock) == {False}
+        assert [entry.model for entry in auto.models] == [loaded, unet]
+    assert processors(loaded) == processors(unet) == {True} and processors(stock) == {False}
     assert vars(diffusers.ModelMixin)["from_pretrained"] is method

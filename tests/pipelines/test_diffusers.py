@@ -310,12 +310,12 @@ def test_a_pickle_is_read_in_another_process(tmp_path):
     model = denoiser(pipeline("flux"))
     patch_diffusers(model)
     torch.save(model, tmp_path / "model.pt")
-    told = python(f"""
+    output = python(f"""
         import torch
         model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
         print(next(iter(model.attn_processors.values()))._attention_backend.value)
     """)
-    assert told.splitlines()[-1] == "layerzero"
+    assert output.splitlines()[-1] == "layerzero"
 
 
 # masks
@@ -525,12 +525,12 @@ def test_norms_of_all_kinds_agree():
               nn.GroupNorm(5, 5), nn.LayerNorm((5, 16))]
     for layer in layers:
         for dtype in (torch.float32, torch.bfloat16):
-            given = x.to(dtype)
-            stock = (layer(given) if dtype == torch.float32
+            inputs = x.to(dtype)
+            stock = (layer(inputs) if dtype == torch.float32
                      or isinstance(layer, (FP32LayerNorm, RMSNorm)) else None)
             report = patch_diffusers(layer)
             if stock is not None:
-                out = layer(given)
+                out = layer(inputs)
                 assert out.dtype == stock.dtype
                 torch.testing.assert_close(out, stock)
             unpatch_diffusers(layer)

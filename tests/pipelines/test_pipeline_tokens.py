@@ -46,21 +46,22 @@ CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor 
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
-def trained(size: int = 320, digits: bool = False) -> Tokenizer:
-    made = Tokenizer(models.BPE())
+def train_tokenizer(size: int = 320, digits: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts,
-                                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>",
                         "<|end|>"]))
-    return made
+    return tokenizer
 
 
 def fast(size: int = 320, **changes: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(**{"tokenizer_object": trained(size), "pad_token": "<pad>",
+    return PreTrainedTokenizerFast(**{"tokenizer_object": train_tokenizer(size),
+                                      "pad_token": "<pad>",
                                       "bos_token": "<s>", "eos_token": "</s>",
                                       "model_max_length": 5000, "chat_template": CHAT, **changes})
 
@@ -127,10 +128,10 @@ def test_where_there_is_none(source, error, word):
 
 # in a GGUF file
 
-def gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
+def gguf(path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
     """A file with this tokenizer and one tensor, written by the library of llama.cpp."""
     writer_of = pytest.importorskip("gguf")
-    data = json.loads(made.to_str())
+    data = json.loads(tokenizer.to_str())
     tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
     special = {token["content"] for token in data["added_tokens"]}
     writer = writer_of.GGUFWriter(path, "llama")
@@ -151,29 +152,29 @@ def gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
 
 
 def test_the_tokenizer_inside_a_gguf_file(tmp_path):
-    made = trained()
-    path = gguf(tmp_path / "model.gguf", made)
+    tokenizer = train_tokenizer()
+    path = gguf(tmp_path / "model.gguf", tokenizer)
     for source in (path, str(path), tmp_path):
         assert [lz.tokenize(text, tokenizer_for(source)).ids for text in CORPUS] == [
-            made.encode(text).ids for text in CORPUS]
-    with_start = gguf_tokenizer(gguf(tmp_path / "start.gguf", made, bos=True))
-    assert lz.tokenize("hello", with_start).ids == [made.token_to_id("<s>"),
-                                                    *made.encode("hello").ids]
+            tokenizer.encode(text).ids for text in CORPUS]
+    with_start = gguf_tokenizer(gguf(tmp_path / "start.gguf", tokenizer, bos=True))
+    assert lz.tokenize("hello", with_start).ids == [tokenizer.token_to_id("<s>"),
+                                                    *tokenizer.encode("hello").ids]
     assert lz.tokenize("hello", with_start,
-                       add_special_tokens=False).ids == made.encode("hello").ids
+                       add_special_tokens=False).ids == tokenizer.encode("hello").ids
 
 
 @pytest.mark.parametrize(("pre", "digits"), [("llama-bpe", "3"), ("qwen2", "1")])
 def test_how_a_gguf_file_says_that_text_is_cut(pre, digits, tmp_path):
-    made = trained()
+    tokenizer = train_tokenizer()
     pattern = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1," + digits + r"}|"
                r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    handle = gguf_tokenizer(gguf(tmp_path / "model.gguf", made, pre=pre))
+    handle = gguf_tokenizer(gguf(tmp_path / "model.gguf", tokenizer, pre=pre))
     for text in (*CORPUS, "DON'T 1234567 !!\n\n end  "):
-        assert lz.tokenize(text, handle).ids == made.encode(text).ids
+        assert lz.tokenize(text, handle).ids == tokenizer.encode(text).ids
 
 
 def test_smollm2s_own():
@@ -194,7 +195,7 @@ def test_smollm2s_own():
 
 
 def test_damaged_gguf_files(tmp_path):
-    whole = gguf(tmp_path / "whole.gguf", trained()).read_bytes()
+    whole = gguf(tmp_path / "whole.gguf", train_tokenizer()).read_bytes()
     path = tmp_path / "bad.gguf"
     huge = bytearray(whole)
     huge[24:32] = struct.pack("<Q", 1 << 60)   # the length of the first name
@@ -208,7 +209,7 @@ def test_damaged_gguf_files(tmp_path):
     with pytest.raises(lz.errors.DataError, match="cannot be read"):
         tokenizer_for(tmp_path / "none.gguf")
     with pytest.raises(lz.errors.DataError, match=r"got 'odd' with the pre-tokenizer 'default'"):
-        tokenizer_for(gguf(tmp_path / "odd.gguf", trained(), model="odd"))
+        tokenizer_for(gguf(tmp_path / "odd.gguf", train_tokenizer(), model="odd"))
 
 
 # inside pipelines
@@ -353,8 +354,8 @@ def test_a_tokenizer_that_encodes_its_own_way_is_left():
         def _encode_plus(self, *args: Any, **kwargs: Any) -> Any:
             return super()._encode_plus(*args, **kwargs)
 
-    own = Own(tokenizer_object=trained(), pad_token="<pad>")
-    for wrong in (own, trained(), None, llama()):
+    own = Own(tokenizer_object=train_tokenizer(), pad_token="<pad>")
+    for wrong in (own, train_tokenizer(), None, llama()):
         with pytest.raises(lz.errors.ConfigError,
                            match="wanted a fast tokenizer of transformers 5"):
             patch_tokenizer(wrong)
@@ -375,7 +376,7 @@ def test_digits_that_are_cut_first_change_nothing(middle, end):
         assert got.ids == theirs.ids and got.offsets == theirs.offsets
 
 
-DIGITS = trained(digits=True)
+DIGITS = train_tokenizer(digits=True)
 
 
 def test_a_gguf_model_brings_its_tokenizer():

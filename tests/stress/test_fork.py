@@ -14,7 +14,17 @@ import traceback
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, health_of, normed, path_of, register, rows, wait_for
+from helpers import (
+    RMS_NORM,
+    Fake,
+    faults_of,
+    health_of,
+    normalized,
+    path_of,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
@@ -65,10 +75,10 @@ def test_a_child_calls_configures_and_falls_back(path):
     call(x)
 
     def work():
-        same(call(x), normed(x))     # remembered
-        same(call(rows(40)), normed(rows(40)))
+        same(call(x), normalized(x))     # remembered
+        same(call(rows(40)), normalized(rows(40)))
         first.fault = RuntimeError("boom")
-        same(call(x), normed(x))
+        same(call(x), normalized(x))
         assert second.calls == 1 and faults_of("fake.first") == 1
         lz.lock("rms_norm", "reference.rms_norm")
         call(x)
@@ -77,7 +87,7 @@ def test_a_child_calls_configures_and_falls_back(path):
         worker = threading.Thread(target=lambda: out.append(call(x)))
         worker.start()
         worker.join(60)
-        same(out[0], normed(x))
+        same(out[0], normalized(x))
 
     in_child(work)
     assert first.fault is None and faults_of("fake.first") == 0      # the parent's count is its own
@@ -144,7 +154,7 @@ def test_a_child_does_not_wait_for_a_choice_that_a_thread_of_the_parent_was_maki
     worker.start()
     try:
         assert entered.wait(60)
-        in_child(lambda: same(call(x), normed(x)))
+        in_child(lambda: same(call(x), normalized(x)))
     finally:
         leave.set()
         worker.join(60)
@@ -225,7 +235,7 @@ def test_children_forked_in_the_middle_of_everything(path):
 
     def work():
         for x in shapes:
-            same(call(x), normed(x))
+            same(call(x), normalized(x))
         lz.configure(strict_mode=True)
         with lz.prefer("reference.*"):
             call(shapes[0])
@@ -243,7 +253,7 @@ def test_children_forked_in_the_middle_of_everything(path):
 
 def _square(n: int) -> float:
     x = rows(1 + n % 7, 16)
-    same(lz.rms_norm(x), normed(x))
+    same(lz.rms_norm(x), normalized(x))
     return float(n * n)
 
 
@@ -257,4 +267,4 @@ def test_a_pool_of_forked_workers():
 def test_a_child_of_a_child():
     x = rows()
     lz.rms_norm(x)
-    in_child(lambda: in_child(lambda: same(lz.rms_norm(x), normed(x))), 90)
+    in_child(lambda: in_child(lambda: same(lz.rms_norm(x), normalized(x))), 90)

@@ -18,9 +18,9 @@ from helpers import (
     ATTENTION,
     RMS_NORM,
     Fake,
+    events_of,
     health_of,
-    normed,
-    of,
+    normalized,
     path_of,
     qkv,
     register,
@@ -109,10 +109,10 @@ def counted(op="rms_norm"):
     return sum(lz.stats().calls.get(op, {}).values())
 
 
-def test_a_hundred_threads_over_mixed_shapes_while_the_world_changes(path, happened):
+def test_a_hundred_threads_over_mixed_shapes_while_the_world_changes(path, emitted):
     call = path_of(RMS_NORM, path)
-    cases = [(x, normed(x)) for x in (rows(n, hidden) for n in (1, 3, 17, 40)
-                                      for hidden in (16, 24, 48))]
+    cases = [(x, normalized(x)) for x in (rows(n, hidden) for n in (1, 3, 17, 40)
+                                          for hidden in (16, 24, 48))]
     flaky = Fake("fake.flaky")
     register(flaky)
     lz.configure(breaker_threshold=2, breaker_cooldown=0.01)
@@ -133,8 +133,8 @@ def test_a_hundred_threads_over_mixed_shapes_while_the_world_changes(path, happe
         run_together(THREADS, work)
     assert counted() - before == THREADS * CALLS           # not one lost, not one twice
     assert changes.times > 10 and worlds.current().epoch > 10
-    assert of(Fallback, happened) and of(HealthChanged, happened)
-    assert {e.kernel for e in of(Fallback, happened)} == {"fake.flaky"}
+    assert events_of(Fallback, emitted) and events_of(HealthChanged, emitted)
+    assert {e.kernel for e in events_of(Fallback, emitted)} == {"fake.flaky"}
     assert not [h for name, h in worlds.current().health.items() if name != "fake.flaky"]
 
 
@@ -142,7 +142,7 @@ def test_a_hundred_threads_each_with_a_preference_of_its_own(path):
     call, x = path_of(RMS_NORM, path), rows()
     fakes = [Fake(f"fake.k{i}", prior=1e-4) for i in range(10)]
     register(*fakes)
-    want, blocks = normed(x), CALLS // 20 if FULL else 3
+    want, blocks = normalized(x), CALLS // 20 if FULL else 3
 
     def work(i):
         for _ in range(blocks):
@@ -198,10 +198,10 @@ def test_counts_never_go_back_while_the_world_changes(path):
     assert counted() - start == 8 * 2 * CALLS + 1
 
 
-def test_a_crowd_before_an_empty_cache_chooses_once_per_kind(path, happened):
+def test_a_crowd_before_an_empty_cache_chooses_once_per_kind(path, emitted):
     call, kinds = path_of(RMS_NORM, path), [rows(2, 8 * (1 + i)) for i in range(10)]
     run_together(THREADS, lambda i: [call(x) for x in kinds])
-    assert len(of(Selected, happened)) == 10
+    assert len(events_of(Selected, emitted)) == 10
 
 
 def test_only_one_call_at_a_time_probes_a_broken_kernel(path):
@@ -235,7 +235,7 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
     lz.register(lz.Kernel("fake.cheap", RMS_NORM, lambda: lambda x: torch.empty_like(x), prior=1e6,
                           less_work="a test"))
     lz.configure(cache_size=size)
-    found, most = dispatcher_of("rms_norm"), 0
+    dispatcher, most = dispatcher_of("rms_norm"), 0
     buffer, out = torch.zeros(2 * 200_000), torch.zeros(())
     warm, memory = SHAPES // 4, 0
     for i in range(SHAPES):
@@ -243,8 +243,8 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
         out = call(buffer[:hidden].expand(n, hidden) if n > 2
                    else buffer[:n * hidden].view(n, hidden))
         if i % 997 == 0:
-            most = max(most, len(found.cache.table))
-            assert found.native is None or found.native.compiled.size() <= size
+            most = max(most, len(dispatcher.cache.table))
+            assert dispatcher.native is None or dispatcher.native.compiled.size() <= size
         if i == warm:
             gc.collect()
             memory = resident()

@@ -36,15 +36,15 @@ NORMS = ("rms_norm", "layer_norm", "rope", "add_rms_norm")
 def test_everything_at_once_for_some_seconds(tmp_path):
     before, threads = worlds.current(), threading.active_count()
     path = tmp_path / "soak.json"
-    found = soak(6.0, device="cpu", threads=3, rate=0.05, out=path)
-    assert found.failures == [] and found.passed and found.complete, found.failures
-    counts = found.counts
+    report = soak(6.0, device="cpu", threads=3, rate=0.05, out=path)
+    assert report.failures == [] and report.passed and report.complete, report.failures
+    counts = report.counts
     for what in ("calls", "calls of new sizes", "planted faults", "policy changes", "registrations",
                  "mistakes refused", "short threads", "times of memory pressure", "event Fallback"):
         assert counts[what] > 0, (what, counts)
     if not may_not_fork():
         assert counts["forks"] > 0
-    part = found.parts[0]
+    part = report.parts[0]
     assert part.samples and all(s.rss_mib > 10 and s.p99_us >= s.p50_us > 0 for s in part.samples)
     assert json.loads(path.read_text())["schema"] == "layerzero.soak/1"
     now = worlds.current()
@@ -69,18 +69,18 @@ class Wrong(Fake):
 
 def test_a_kernel_that_is_wrong_now_and_then_is_found():
     register(Wrong("fake.wrong", prior=1e7))
-    found = soak(4.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
-    assert found.counts["wrong results"] > 0 and not found.passed
-    assert "lz.rms_norm" in next(text for text in found.failures
+    report = soak(4.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
+    assert report.counts["wrong results"] > 0 and not report.passed
+    assert "lz.rms_norm" in next(text for text in report.failures
                                  if text.startswith("wrong results"))
 
 
 def test_another_kernel_out_of_service_is_found():
     fake = Fake("fake.bad", prior=1e7, fault=RuntimeError("always"))
     register(fake)
-    found = soak(3.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
-    assert found.counts["breakers of other kernels"] == 1 and not found.passed
-    assert "fake.bad is out of service" in " ".join(found.failures)
+    report = soak(3.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
+    assert report.counts["breakers of other kernels"] == 1 and not report.passed
+    assert "fake.bad is out of service" in " ".join(report.failures)
 
 
 def test_a_call_that_raises_and_a_result_of_another_shape_are_failures():
@@ -128,10 +128,10 @@ def test_a_soak_goes_on_in_parts(tmp_path, capsys):
             main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]),
                   str(path)])
         assert not stop.value.code
-        found = SoakReport.load(path)
-        assert len(found.parts) == parts and found.complete
-    told = capsys.readouterr().out
-    assert "in 2 parts" in told and "RSS (MiB)" in told and "no forks: not asked for" in told
+        report = SoakReport.load(path)
+        assert len(report.parts) == parts and report.complete
+    output = capsys.readouterr().out
+    assert "in 2 parts" in output and "RSS (MiB)" in output and "no forks: not asked for" in output
     with pytest.raises(SystemExit) as stop:    # nothing is left to do: it is only shown
         main([*words, "--resume", str(path), "--json"])
     assert not stop.value.code and len(json.loads(capsys.readouterr().out)["parts"]) == 2
@@ -156,8 +156,8 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     finally:
         running.kill()
     assert running.returncode == 130, err
-    found = SoakReport.load(path)
-    assert found.parts[0].interrupted and not found.complete and found.counts["calls"] > 0
+    report = SoakReport.load(path)
+    assert report.parts[0].interrupted and not report.complete and report.counts["calls"] > 0
     assert f"lz soak --resume {path} goes on" in out and "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == ["soak.json"]
 
@@ -193,16 +193,16 @@ def line(slope, level, n=40, noise=1.0):
 def test_a_slope_is_found_through_noise_and_outliers():
     points = line(50.0, 300.0)
     points[7] = (points[7][0], 1e6)
-    found = theil_sen([points])
-    assert found.low < 50.0 < found.high and found.low > 40 and found.samples == 40
+    slope = theil_sen([points])
+    assert slope.low < 50.0 < slope.high and slope.low > 40 and slope.samples == 40
     flat = theil_sen([line(0.0, 300.0)])
     assert flat.low < 0 < flat.high
 
 
 def test_parts_have_levels_of_their_own():
     """Two processes, the second 100 MiB larger: no growth within either of them."""
-    found = theil_sen([line(0.0, 300.0), [(x + 1, y) for x, y in line(0.0, 400.0, n=41)]])
-    assert found.low < 0 < found.high
+    slope = theil_sen([line(0.0, 300.0), [(x + 1, y) for x, y in line(0.0, 400.0, n=41)]])
+    assert slope.low < 0 < slope.high
     assert theil_sen([line(0.0, 300.0)[:MIN_SAMPLES - 1]]) is None and theil_sen([]) is None
     assert theil_sen([[(1.0, 2.0)] * MIN_SAMPLES]) is None         # all at one time
 

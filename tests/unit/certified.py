@@ -14,9 +14,9 @@ HERE = hardware.probe("cpu")
 
 
 def certificate(kernel: Kernel, **changes) -> Certificate:
-    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
+    cert = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
                        HERE.signature, HERE.name, 10, 2, ("float32",), "abc")
-    return replace(made, **changes)
+    return replace(cert, **changes)
 
 
 def torch_rms_norm() -> Kernel:

@@ -5,7 +5,7 @@ the native path.
 import shutil
 
 import pytest
-from helpers import frozen_heap, happened, path, world
+from helpers import emitted, frozen_heap, path, world
 from random_calls import register_synthetic
 
 from layerzero.dispatch import dispatcher as dispatch
@@ -13,7 +13,7 @@ from layerzero.dispatch import native
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.world import snapshot as worlds
 
-__all__ = ["frozen_heap", "happened", "path", "world"]
+__all__ = ["emitted", "frozen_heap", "path", "world"]
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,9 @@ def compiled():
         native.build()
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")
-    for name, found in list(dispatch.dispatchers.items()):
-        if found.native is None:               # made before it was built
-            dispatch.dispatchers[name] = dispatch.Dispatcher(found.op)
+    for name, dispatcher in list(dispatch.dispatchers.items()):
+        if dispatcher.native is None:               # made before it was built
+            dispatch.dispatchers[name] = dispatch.Dispatcher(dispatcher.op)
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def both(compiled, world):
     def find(name):
         if name == "synthetic" and name not in worlds.current().catalog.ops:
             register_synthetic()
-        found = dispatcher_of(name)
-        found.ensure_world()
-        assert found.native is not None and found.public is not found.python_call
-        return found
+        dispatcher = dispatcher_of(name)
+        dispatcher.ensure_world()
+        assert dispatcher.native is not None and dispatcher.public is not dispatcher.python_call
+        return dispatcher
 
     return find

@@ -1,8 +1,7 @@
 """The backends: one file (or folder) per library, each with a tuple `KERNELS` of declarations.
 
 Every module of this folder is a backend, except those whose name begins with an underscore.
-Importing one imports no
-library: that happens in a kernel's `load`, when it is first selected.
+Importing one imports no library: that happens in a kernel's `load`, when it is first selected.
 """
 
 from __future__ import annotations

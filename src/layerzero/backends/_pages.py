@@ -34,6 +34,14 @@ DECODE: tuple[r.Condition, ...] = (
 HALF_OFF_CPU = r.any_of(r.device("cpu"), r.dtypes("float16", "bfloat16"))
 
 
+def half_cache_rules(*names: str) -> tuple[r.Condition, ...]:
+    """Returns the rules for caches in the query's half type, read 16 bytes at a time."""
+    return (*(r.when(r.equals("dtype", d),
+                     r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+              for n in names for d in ("float16", "bfloat16")),
+            *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
+
+
 def cpu_flash() -> Callable[..., Any]:
     """Torch's flash attention of the CPU. It takes every row as contiguous, and torch's own choice
     passes it over for others: those are copied."""

@@ -1,4 +1,4 @@
-"""One packed sequence by torch's attention, with its log-sum-exp where it is asked for."""
+"""Sequences with torch alone: one packed sequence of attention, and tokens cut into chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..ops.formulas.common import attend, position_terms
 from ..ops.formulas.paged import group_heads, ungroup_heads
@@ -83,3 +83,10 @@ def _dead_rows(hidden: Tensor | None) -> Tensor | None:
 def _flash_gives_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     return query.device.type == "cpu" and query.shape[2] == value.shape[2] and not wants_grad
+
+
+def split_chunks(t: Tensor, size: int) -> Tensor:
+    """Returns (batch, seq, heads, ...) as (batch, heads, chunks, size, ...). Tokens of zeros, which
+    change no state, fill the last chunk."""
+    padding = (0, 0) * (t.dim() - 2) + (0, -t.shape[1] % size)
+    return pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))

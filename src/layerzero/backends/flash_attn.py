@@ -21,6 +21,7 @@ from ..ops.varlen_attention import OP as varlen_attention
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
+from ._pages import half_cache_rules
 
 NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
@@ -43,20 +44,13 @@ def _common(vendor: str = "nvidia") -> tuple[r.Condition, ...]:
             r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16), r.plain_tensors())
 
 
-def _cache_rules(*names: str) -> tuple[r.Condition, ...]:
-    return (*(r.when(r.equals("dtype", d),
-                     r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
-              for n in names for d in ("float16", "bfloat16")),
-            *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
-
-
 PAGED: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"),
     r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
     r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), r.plain_tensors(),
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens", 1, Code.EMPTY_INPUT),
     r.at_least("pages", 1, Code.EMPTY_INPUT), r.at_least("max_pages", 1, Code.EMPTY_INPUT),
-    *_cache_rules("key_cache", "value_cache"),
+    *half_cache_rules("key_cache", "value_cache"),
     r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
     r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"),
     r.aligned("query", 16), r.dtypes("int32", of="block_table.dtype"),

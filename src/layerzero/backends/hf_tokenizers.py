@@ -2,9 +2,8 @@
 transformers.
 
 Every handle has its own copy of the tokenizer, built from the hashed payload, without truncation
-and padding. So the
-tokenizer that encodes is the one that was identified, and changes to the original do not affect it:
-transformers sets its truncation in every call, from any thread.
+and padding. So the tokenizer that encodes is the one that was identified, and changes to the
+original do not affect it: transformers sets its truncation in every call, from any thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """sentencepiece: *.model files, as of Llama 2 and T5.
 
 It normalizes and segments the whole text at once, and a unigram model sums float32 scores over all
-of it, so a prefix
-may be tokenized differently on its own: there is no kernel that reuses a prefix.
+of it, so a prefix may be tokenized differently on its own: there is no kernel that reuses a prefix.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..ops.gated_delta_rule import L2_EPS, prepare
 from ..ops.gated_delta_rule import OP as gated_delta_rule
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
+from ._sequences import split_chunks
 
 CHUNK = 64
 
@@ -36,14 +36,7 @@ def _chunked() -> Callable[..., Any]:
         length = q.shape[1]
         q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state, normalize)
         size = min(CHUNK, length)
-
-        def chunks(t: Tensor) -> Tensor:
-            """(batch, seq, heads, ...) -> (batch, heads, chunks, size, ...); tokens of zeros, which
-            change nothing, fill the last one."""
-            padding = (0, 0) * (t.dim() - 2) + (0, -length % size)
-            return F.pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))
-
-        q, k, value, g, beta = (chunks(t) for t in (q, k, value, g, beta))
+        q, k, value, g, beta = (split_chunks(t, size) for t in (q, k, value, g, beta))
         total = g.cumsum(-1)
         lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
         # of each token to each earlier one; no exponent is positive

@@ -123,10 +123,10 @@ def _attention_packed() -> Callable[..., Any]:
 
 def _packed(t: Tensor) -> Tensor:
     t = t.reshape(-1, *t.shape[2:])
-    return t.clone(memory_format=torch.contiguous_format) if _unaligned(t) else t
+    return t.clone(memory_format=torch.contiguous_format) if _is_unaligned(t) else t
 
 
-def _unaligned(t: Tensor) -> bool:
+def _is_unaligned(t: Tensor) -> bool:
     """Returns whether a row may begin beside a multiple of 16 bytes, from which the kernels
     load."""
     return any((n * t.element_size()) % 16 for n in (t.storage_offset(), *t.stride()[:-1]))
@@ -142,7 +142,7 @@ def _attention_efficient() -> Callable[..., Any]:
         group = query.shape[1] // key.shape[1]
         if group > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        q, k, v = (t.clone(memory_format=torch.contiguous_format) if _unaligned(t) else t
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) if _is_unaligned(t) else t
                    for t in (query, key, value))
         parts = [efficient(*some, None, False, 0.0, is_causal, scale=scale)[0]
                  for some in zip(q.split(MAX_GRID), k.split(MAX_GRID), v.split(MAX_GRID))]

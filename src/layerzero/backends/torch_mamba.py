@@ -20,6 +20,7 @@ from ..ops.selective_state_update import OP as selective_state_update
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
+from ._sequences import split_chunks
 
 CHUNK = 64
 
@@ -108,14 +109,8 @@ def _scan() -> Callable[..., Any]:
                 state: Tensor) -> tuple[Tensor, Tensor]:
         length = x.shape[1]
         size = min(CHUNK, length)
-
-        def chunks(t: Tensor) -> Tensor:
-            """(batch, seq, heads, ...) -> (batch, heads, chunks, size, ...); tokens of zeros, which
-            change nothing, fill the last one."""
-            padding = (0, 0) * (t.dim() - 2) + (0, -length % size)
-            return F.pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))
-
-        values, keys, queries, total = (chunks(t) for t in (x * step[..., None], B, C, decay))
+        values, keys, queries, total = (split_chunks(t, size)
+                                        for t in (x * step[..., None], B, C, decay))
         lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
         # of each token to each earlier one; no exponent is positive
         if torch.is_grad_enabled() and total.requires_grad:

@@ -262,15 +262,16 @@ def _int8_linear() -> Callable[..., Any]:
     def run(x: Tensor, weight_q: Tensor, scales: Tensor, bias: Tensor | None = None, *,
             format: str) -> Tensor:
         # Its AVX-512 code loads whole vectors from addresses that it takes for aligned.
-        flat = _aligned(x.reshape(-1, x.shape[-1]), 32)
-        out = product(flat, _aligned(weight_q, 16), scales[:, 0].to(x.dtype))
+        flat = _align(x.reshape(-1, x.shape[-1]), 32)
+        out = product(flat, _align(weight_q, 16), scales[:, 0].to(x.dtype))
         out = out.view(*x.shape[:-1], len(weight_q))
         return out if bias is None else out.add_(bias)
 
     return run
 
 
-def _aligned(t: Tensor, nbytes: int) -> Tensor:
+def _align(t: Tensor, nbytes: int) -> Tensor:
+    """Returns the tensor, copied if it does not begin at a multiple of `nbytes`."""
     return t if t.data_ptr() % nbytes == 0 else t.clone()
 
 
@@ -311,7 +312,7 @@ def _int8_dynamic() -> Callable[..., Any]:
         share = weight_q.shape[0] // scales.shape[0]
         row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0].float()
         # cuBLASLt takes the weight in rows, and aligned
-        weight = weight_q if x.device.type == "cpu" else _aligned(weight_q.contiguous(), 16)
+        weight = weight_q if x.device.type == "cpu" else _align(weight_q.contiguous(), 16)
         out = product(codes, weight.t()).float().mul_(row_scales).mul_(step)
         out = out if bias is None else out.add_(bias.float())
         return out.to(x.dtype).view(*x.shape[:-1], len(weight_q))
@@ -329,8 +330,8 @@ def _fp8_dynamic() -> Callable[..., Any]:
         codes = (flat / step).clamp_(-448.0, 448.0).to(fp8)
         if x.device.type == "cuda":
             # rows by columns, both on 16 bytes, and so the scales that cuBLASLt reads as vectors
-            out = product(codes, _aligned(weight_q.contiguous(), 16).t(), step,
-                          _aligned(scales.float().contiguous(), 16).t(), out_dtype=x.dtype)
+            out = product(codes, _align(weight_q.contiguous(), 16).t(), step,
+                          _align(scales.float().contiguous(), 16).t(), out_dtype=x.dtype)
             out = out if bias is None else out.add_(bias)
         else:
             out = F.linear(codes.float(), weight_q.float()).mul_(scales[:, 0].float()).mul_(step)

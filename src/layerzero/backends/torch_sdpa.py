@@ -2,9 +2,8 @@
 by name.
 
 The named ones are the aten entry points below `F.scaled_dot_product_attention`. They skip its
-checks and padding, so its
-checks are rules here: some entries crash the process or give wrong results when one is broken. The
-notes say which.
+checks and padding, so its checks are rules here: some entries crash the process or give wrong
+results when one is broken. The notes say which.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ Casting up and back costs two passes over the data, and is more exact: intermedi
 rounded.
 
 A weight is either cast in every call, which costs little if many rows share it, or once, with the
-float32 copy kept as
-long as the weight is alive and unchanged (_packing.py): three times the memory, for the speed of
-float32.
+float32 copy kept as long as the weight is alive and unchanged (_packing.py): three times the
+memory, for the speed of float32.
 """
 
 from __future__ import annotations

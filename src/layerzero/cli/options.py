@@ -111,9 +111,10 @@ Model = Annotated[str | None, typer.Option(
     help="the calls of a model that lz knows, such as llama-3-8b")]
 Program = Annotated[str | None, typer.Option("--program", help=(
     "module:function, which gives a model and its example arguments as one tuple"))]
-Batch = Annotated[int, typer.Option(min=1, help="of --model")]
-Prompt = Annotated[int, typer.Option(min=1, help="of --model: tokens of a prompt")]
-Context = Annotated[int, typer.Option(min=1, help="of --model: tokens that decoding looks back on")]
+Batch = Annotated[int, typer.Option(min=1, help="with --model: batch size")]
+Prompt = Annotated[int, typer.Option(min=1, help="with --model: tokens of a prompt")]
+Context = Annotated[int, typer.Option(
+    min=1, help="with --model: tokens in the KV cache when decoding")]
 TableFile = Annotated[Path | None, typer.Option(
     "--table", help="a dispatch table, as lz solve writes it")]
 LockFile = Annotated[Path | None, typer.Option("--lock", help="a lockfile, as lz lock writes it")]

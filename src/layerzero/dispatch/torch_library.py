@@ -1,10 +1,9 @@
 """Every op as a torch.library op in namespace `layerzero`, for torch.compile and torch.export.
 
 Eager calls never come here. Under Dynamo the public function is replaced by its torch op. That op
-is
-composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its torch
-ops land in the graph, where Inductor can fuse them. So there is no graph break and no opaque call,
-autograd needs no formula of its own, and fake tensors run the code that real ones do.
+is composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its
+torch ops land in the graph, where Inductor can fuse them. So there is no graph break and no opaque
+call, autograd needs no formula of its own, and fake tensors run the code that real ones do.
 """
 
 from __future__ import annotations

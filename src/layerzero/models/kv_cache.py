@@ -189,8 +189,8 @@ class KVCache:
             self.value_scale = (self._scale_for(values) if self.value_scale is None
                                 else self.value_scale)
         slot_index = torch.tensor(slots, device=self.device)
-        self._write(self.key, slot_index, self._converted(keys, self.key_scale))
-        self._write(self.value, slot_index, self._converted(values, self.value_scale))
+        self._write(self.key, slot_index, self._convert(keys, self.key_scale))
+        self._write(self.value, slot_index, self._convert(values, self.value_scale))
 
     def _make_room(self, names: Sequence[int], counts: Sequence[int]) -> None:
         """Allocates pages for the new tokens; a shared page that is written to is copied first. All
@@ -226,7 +226,7 @@ class KVCache:
         index = (page, offset) if self.layout == "NHD" else (page, slice(None), offset)
         _bytes(pool)[index] = _bytes(rows)
 
-    def _converted(self, rows: Tensor, scale: Tensor | None) -> Tensor:
+    def _convert(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         rows = rows.detach().to(self.device)
         limit = LIMITS.get(self.dtype)
         if limit is None or scale is None:

@@ -53,7 +53,7 @@ def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, i
             for token, i in special.items()):
         raise ConfigError(
             "lz.tokens.load_tokenizer: pattern= must be a text and special_tokens= a mapping of "
-            f"texts to ids, got {shown(pattern, most=80)} and {shown(special_tokens, most=80)}")
+            f"texts to ids, got {shown(pattern, limit=80)} and {shown(special_tokens, limit=80)}")
     path = os.fspath(source)
     content = read_bytes(path, "a *.tiktoken file", size=LIMITS.size)
     handle = tokenizer_identity.from_content(content, path, pattern, special_tokens)

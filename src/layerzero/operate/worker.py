@@ -205,7 +205,7 @@ class Server:
         if known is None:
             if len(self.results) >= MAX_FORMS:
                 self.results.clear()
-            results = _described(out, items, "cpu")
+            results = _describe_result(out, items, "cpu")
             known = self.results[key] = len(self.results), results, {}
             text = results.to_json().encode()
         number, results, places = known
@@ -253,7 +253,7 @@ class Server:
         known = self.results.get(key)
         text = b""
         if known is None:
-            results = _described(out, items, "cuda")
+            results = _describe_result(out, items, "cuda")
             if position + results.nbytes > stage.size:
                 return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(results, _tensors(items))
             if len(self.results) >= MAX_FORMS:
@@ -278,7 +278,7 @@ class Server:
             run = self.kernels[message["kernel"]].bind(values)
             out = run(self.in_state(message["state"], values))
             items, _ = _items(out)
-            answer = cuda.by_handles(_described(out, items, "cuda"), _tensors(items))
+            answer = cuda.by_handles(_describe_result(out, items, "cuda"), _tensors(items))
             stage.done.record()
         self.link.send(RESULT, answer)
 
@@ -317,7 +317,7 @@ def _tensors(items: Sequence[Any]) -> list[Tensor]:
     return [t for t in items if isinstance(t, Tensor)]
 
 
-def _described(out: Any, items: Sequence[Any], device: str) -> Results:
+def _describe_result(out: Any, items: Sequence[Any], device: str) -> Results:
     """Returns the form of a result, whose tensors must be plain ones of this kind of device."""
     for t in _tensors(items):
         if t.layout is not torch.strided or t.device.type != device:

@@ -23,7 +23,7 @@ from ..spec.alteration import Alteration, Results, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, absent, any_of, at_least, dtypes, equals, one_of, present
-from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
+from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend, empty_result
 from .formulas.grouped import check_items, key_rows, read_items
 from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW
 
@@ -77,11 +77,7 @@ def compute(
 
 def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,
          **kwargs: Any) -> Any:
-    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-    if not return_lse:
-        return out
-    return out, query.new_empty(out.shape[:2],
-                                dtype=torch.promote_types(query.dtype, torch.float32))
+    return empty_result(query, value.shape[2], return_lse)
 
 
 # two prefixes and a range of one buffer, out of order, with query rows 5 and 22 to 25 of no item

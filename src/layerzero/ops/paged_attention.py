@@ -27,7 +27,7 @@ from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
-from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
+from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend, empty_result
 from .formulas.mistakes import LSE, PAGES, SCORES, SOFTCAP, WINDOW, replace_argument
 from .formulas.paged import (
     DERIVED,
@@ -94,11 +94,7 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
 def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
          return_lse: bool = False,
          **kwargs: Any) -> Any:
-    out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
-    if not return_lse:
-        return out
-    return out, query.new_empty(out.shape[:2],
-                                dtype=torch.promote_types(query.dtype, torch.float32))
+    return empty_result(query, value_cache.shape[3], return_lse)
 
 
 def inputs(

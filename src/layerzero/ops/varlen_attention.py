@@ -16,7 +16,7 @@ from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, at_most, dtypes, equals
-from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
+from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend, empty_result
 from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, drop_argument, flip_alignment
 
 
@@ -48,11 +48,7 @@ def reference(
 
 def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,
          **kwargs: Any) -> Any:
-    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-    if not return_lse:
-        return out
-    return out, query.new_empty(out.shape[:2],
-                                dtype=torch.promote_types(query.dtype, torch.float32))
+    return empty_result(query, value.shape[2], return_lse)
 
 
 def inputs(

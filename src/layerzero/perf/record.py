@@ -92,11 +92,11 @@ class Measurement(NamedTuple):
                 values.append(value)
                 continue
             low, kind = _MIN.get(name, 0.0), int if name == "samples" else float
-            most = _MAX.get(name, 1e300)
+            upper = _MAX.get(name, 1e300)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not low <= value < most:
+            if not is_number or not low <= value < upper:
                 raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= "
-                                f"{low:g} and < {most:g}, got {value!r}")
+                                f"{low:g} and < {upper:g}, got {value!r}")
             values.append(kind(value))
         return Measurement._make(values)
 

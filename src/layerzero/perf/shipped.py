@@ -141,17 +141,18 @@ def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, c
     names = sorted({kernel for by_kernel in by_kind.values() for kernel in by_kernel})
     head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date,
             "command": command,
-            "rates": [_rounded(r) for r in rates], "kernels": names}
+            "rates": [_round_digits(r) for r in rates], "kernels": names}
     lines = []
     for (op, mode, family, sizes), by_kernel in by_kind.items():
         any_row = next(iter(by_kernel.values()))
-        times = {str(names.index(k)): _rounded(m.median_us) for k, m in sorted(by_kernel.items())}
-        lines.append(json.dumps([op, mode, family, sizes, _rounded(any_row.flops),
-                                 _rounded(any_row.bytes), times],
+        times = {str(names.index(k)): _round_digits(m.median_us)
+                 for k, m in sorted(by_kernel.items())}
+        lines.append(json.dumps([op, mode, family, sizes, _round_digits(any_row.flops),
+                                 _round_digits(any_row.bytes), times],
                                 separators=(",", ":")))
     return json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 
 
-def _rounded(number: float) -> float:
+def _round_digits(number: float) -> float:
     """Rounds to four digits: more are noise."""
     return float(f"{number:.4g}")

@@ -160,7 +160,7 @@ def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
     binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
                         else "", fixed)
     run = ((binding.call and _with_defaults(binding.call, tensors, fixed))
-           or _generated(op, binding, tensors, fixed))
+           or _generate(op, binding, tensors, fixed))
     run.__doc__ = f"lz.{op.name} by {kernel.id}, bound."
     return run
 
@@ -201,8 +201,8 @@ def _with_defaults(call: Direct, tensors: list[str],
     return copy
 
 
-def _generated(op: Op, binding: Binding, tensors: list[str],
-               fixed: Mapping[str, Any]) -> FunctionType:
+def _generate(op: Op, binding: Binding, tensors: list[str],
+              fixed: Mapping[str, Any]) -> FunctionType:
     """Generate a function of the tensors that calls the kernel: one frame more."""
     scope: dict[str, Any] = {}
 

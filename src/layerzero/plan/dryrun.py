@@ -115,7 +115,7 @@ def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
              override: Override | None) -> Any:
         known = {**tracing.hinted_facts(facts), **assumed_alignment(values, facts)}
         call = _call(op, values, known)
-        row = _planned(op, call, known, override, shapes(op, values))
+        row = _plan_call(op, call, known, override, shapes(op, values))
         # calls alike are counted, not listed again
         key = f"{row.kernel} {json.dumps(call.to_json())}"
         old = seen.get(key)
@@ -141,12 +141,12 @@ def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
             raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
         text = describe_call(op, facts) if call.case is not None else shapes(
             worlds.current().catalog.ops[call.op], call.arguments)
-        rows.append(_planned(op, call, facts, None, text))
+        rows.append(_plan_call(op, call, facts, None, text))
     return DryRun(tuple(rows))
 
 
-def _planned(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None,
-             shapes: str) -> PlannedCall:
+def _plan_call(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None,
+               shapes: str) -> PlannedCall:
     plan = worlds.current().plan(op, facts, override, thorough=True)
     note = f"from table {plan.table}" if plan.table else str(plan.missed or "")
     if plan.steps:

@@ -38,7 +38,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
         return None
     loaded = table if isinstance(table, Table) else Table.load(table)
     check_table(loaded, worlds.current())
-    warmed = _warmed(loaded) if warm else frozenset()
+    warmed = _warm_up(loaded) if warm else frozenset()
     ready = replace(loaded, finder=compiled_find(loaded))
 
     def change(world: World) -> World:
@@ -95,7 +95,7 @@ def unknown_facts(row: Row, op: Op) -> list[str]:
         n for n, _ in row.sizes if n not in op.fact_names or not is_numeric(n, op)]
 
 
-def _warmed(table: Table) -> frozenset[Any]:
+def _warm_up(table: Table) -> frozenset[Any]:
     """Make the calls that the table's JIT kernels are compiled for; return what is warm after that.
     """
     warm: set[Any] = set()

@@ -305,9 +305,9 @@ class _RowIndex:
         for i, row in enumerate(rows):
             groups.setdefault((row.op, row.when), []).append(i)
         self.rows = rows
-        self.groups = {kind: self._sorted(members) for kind, members in groups.items()}
+        self.groups = {kind: self._sort_rows(members) for kind, members in groups.items()}
 
-    def _sorted(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
+    def _sort_rows(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
         """Return the size with most distinct ranges, the rows sorted by its low end, those low
         ends, and the largest high end up to each row."""
         names = {name for i in members for name, _ in self.rows[i].sizes}

@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from ..spec.codec import Record
 from ..spec.errors import ConfigError, DataError
 from ..world import events
 from ..world import snapshot as worlds
+from ..world.registry.plugin_probe import native_threads
 from ..world.settings import configure
 from .soak_disturbances import Disturbances
 from .soak_load import CALLS, WRONG, Tally, Workers, cases_of, other_breakers
@@ -344,14 +344,6 @@ def rss_bytes() -> int:
         import sys
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def native_threads() -> int:
-    """Threads of this process, torch's own counted."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return threading.active_count()
 
 
 def open_files() -> int:

@@ -39,7 +39,7 @@ def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
     The interval is Sen's, from the variance of Kendall's S, which adds up over the parts. It takes
     samples for independent of each other.
     """
-    thinned = [_thinned(part) for part in parts]
+    thinned = [_thin(part) for part in parts]
     slopes, variance = [], 0.0
     for part in thinned:
         n = len(part)
@@ -57,7 +57,7 @@ def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
                  statistics.median(v for part in thinned for _, v in part), samples)
 
 
-def _thinned(part: Sequence[Point]) -> Sequence[Point]:
+def _thin(part: Sequence[Point]) -> Sequence[Point]:
     while len(part) > MAX_SAMPLES:
         part = part[::2]
     return part

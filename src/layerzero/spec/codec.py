@@ -158,7 +158,7 @@ class At:
         self.mistakes.append(f"{self.path}: {text}" if self.path else text)
 
     def wrong(self, want: str, got: Any) -> Any:
-        return self.mistake(f"wanted {want}, got {shown(got, most=120)}")
+        return self.mistake(f"wanted {want}, got {shown(got, limit=120)}")
 
 
 def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:

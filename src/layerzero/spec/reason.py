@@ -415,7 +415,7 @@ def plain(value: Any) -> Value:
     return shown(value, str)
 
 
-def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> str:
+def shown(value: Any, as_text: Callable[[Any], str] = repr, limit: int = 500) -> str:
     """`value` as text for a message; it never raises and is never long.
 
     Python converts no int of more than some thousand digits, and a foreign object may raise.
@@ -424,7 +424,7 @@ def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> 
         text = as_text(value)
     except FOREIGN_ERRORS as e:
         return f"{type(value).__name__} that cannot be shown ({type(e).__name__})"
-    return text if len(text) <= most else f"{text[:most - 3]}..."
+    return text if len(text) <= limit else f"{text[:limit - 3]}..."
 
 
 _OF_TENSORS = {"stride_last": "{}.stride(-1)", "contiguous": "{}.is_contiguous()",

@@ -87,7 +87,7 @@ class WallWatch:
             if self._flush is not None:
                 self._flush()
             self._wait()
-            worked = self._cpu_time() if self._cpu_time is not None else 0
+            cpu_before = self._cpu_time() if self._cpu_time is not None else 0
             began = self._now()
             for _ in range(calls):
                 contestant()
@@ -95,7 +95,7 @@ class WallWatch:
             took = self._now() - began
             best = min(best, took)
             if (self._cpu_time is None or took >= LONG_NS
-                or self._cpu_time() - worked >= MIN_CPU_SHARE * took):
+                or self._cpu_time() - cpu_before >= MIN_CPU_SHARE * took):
                 break
         return best / calls / 1e3
 

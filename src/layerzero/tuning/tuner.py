@@ -63,8 +63,8 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
     mode      eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is
-              measured apart and
-              decides the calls that are made in it; by default eager, and on a GPU captured too
+              measured apart and decides the calls that are made in it; by default eager, and on a
+              GPU captured too
     cold      eager calls with cold caches, instead of back to back in a loop
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call

@@ -94,16 +94,16 @@ FN = SimpleNamespace(params=[SimpleNamespace(name=name, do_not_specialize=name =
                              for name in SIGNATURE])
 
 
-def told(library: Any, x: Tensor, out: Tensor, scale: float = 2.0,
-         varying: tuple[Varying, ...] = (),
-         **metadata: Any) -> replay.Launch | str:
+def bare_launch(library: Any, x: Tensor, out: Tensor, scale: float = 2.0,
+                varying: tuple[Varying, ...] = (),
+                **metadata: Any) -> replay.Launch | str:
     args = (x, out, x.numel(), 1, scale, x.stride(0))
     return bare.launch(FN, compiled(library, **metadata), (1, 1, 1), args, varying, (HOOKS,))
 
 
 def test_parameters_are_what_the_driver_says(driver: Any) -> None:
     x = torch.randn(8)
-    launch = told(driver, x, torch.empty(8))
+    launch = bare_launch(driver, x, torch.empty(8))
     assert isinstance(launch, replay.Launch)
     assert (launch.offsets == (0, 8, 16, 20, 24, 32, 40) and launch.threads == 128
             and launch.shared == 96)
@@ -115,7 +115,7 @@ def test_parameters_are_what_the_driver_says(driver: Any) -> None:
                                       {"global_scratch_size": 64}, {"profile_scratch_size": 1}])
 def test_what_is_launched_in_another_way_stays_triton_s(driver: Any,
                                                         metadata: dict[str, Any]) -> None:
-    assert "launched with" in str(told(driver, torch.randn(4), torch.empty(4), **metadata))
+    assert "launched with" in str(bare_launch(driver, torch.randn(4), torch.empty(4), **metadata))
 
 
 def test_other_parameters_than_the_signature_s_stay_triton_s(driver: Any) -> None:
@@ -166,7 +166,7 @@ def served(driver: Any, world: Any) -> Callable[..., Tensor]:
         watcher = replay.watcher()
         if watcher is None:
             return out.copy_(x * eps + x.stride(0))
-        launch = told(driver, x, out, eps, (Varying(x, "stride", 0, 5),))
+        launch = bare_launch(driver, x, out, eps, (Varying(x, "stride", 0, 5),))
         assert isinstance(launch, replay.Launch)
         watcher.launched(launch)               # and not computed: what is right below was replayed
         return out
@@ -212,9 +212,9 @@ def test_while_a_profiler_watches_python_launches(served: Callable[..., Tensor])
 
 def test_recording_does_not_import_dynamo() -> None:
     """Which takes seconds, and the first call of a signature is somebody's request."""
-    told = python(
+    output = python(
         "import sys, torch; from layerzero.dispatch.native.replays import LaunchRecorder\nr = "
         "LaunchRecorder(())\nwith r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in "
         "sys.modules)"
     )
-    assert told.split() == ["1", "False"]
+    assert output.split() == ["1", "False"]

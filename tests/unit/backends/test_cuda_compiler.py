@@ -52,20 +52,20 @@ def source(tmp_path):
 
 @needs_nvrtc
 def test_a_kernel_is_compiled_with_our_header_and_its_name_is_plain(cache, source):
-    made = compiler.cubin(source, MACROS, ARCH)
-    assert made.startswith(b"\x7fELF") and b"scaled" in made
+    cubin = compiler.cubin(source, MACROS, ARCH)
+    assert cubin.startswith(b"\x7fELF") and b"scaled" in cubin
 
 
 @needs_nvrtc
 def test_what_was_compiled_is_read_from_disk(cache, source):
-    made = compiler.cubin(source, MACROS, ARCH)
-    [kept] = cache.glob("*.cubin")
-    assert kept.read_bytes() == made and kept.name.startswith(f"scaled-{ARCH}-")
+    cubin = compiler.cubin(source, MACROS, ARCH)
+    [file] = cache.glob("*.cubin")
+    assert file.read_bytes() == cubin and file.name.startswith(f"scaled-{ARCH}-")
     marked = b"\x7fELF, as another process left it"
-    SealedFolder(cache.parent, cache.name).write(marked, kept.name)
+    SealedFolder(cache.parent, cache.name).write(marked, file.name)
     assert compiler.cubin(source, MACROS, ARCH) == marked
-    kept.write_bytes(b"\x7fELF, as nobody sealed it")
-    assert compiler.cubin(source, MACROS, ARCH) == made, "compiled again"
+    file.write_bytes(b"\x7fELF, as nobody sealed it")
+    assert compiler.cubin(source, MACROS, ARCH) == cubin, "compiled again"
 
 
 @needs_nvrtc
@@ -85,17 +85,17 @@ def test_what_else_goes_in_is_compiled_anew(cache, source, monkeypatch, tmp_path
 
 @needs_nvrtc
 def test_a_damaged_file_is_replaced(cache, source):
-    made = compiler.cubin(source, MACROS, ARCH)
-    [kept] = cache.glob("*.cubin")
-    kept.write_bytes(b"")
-    assert compiler.cubin(source, MACROS, ARCH) == made == kept.read_bytes()
+    cubin = compiler.cubin(source, MACROS, ARCH)
+    [file] = cache.glob("*.cubin")
+    file.write_bytes(b"")
+    assert compiler.cubin(source, MACROS, ARCH) == cubin == file.read_bytes()
 
 
 @needs_nvrtc
 def test_threads_that_want_the_same_compile_it_once(cache, source, monkeypatch):
     compilations, compile_ = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda *given: compilations.append(given)
-                        or compile_(*given))
+    monkeypatch.setattr(compiler, "_compile", lambda *args: compilations.append(args)
+                        or compile_(*args))
     made: list[bytes] = []
     threads = [threading.Thread(target=lambda: made.append(compiler.cubin(source, MACROS, ARCH)))
                for _ in range(4)]
@@ -206,10 +206,10 @@ def test_nvrtc_takes_our_kernels(kernel, case, monkeypatch):
 
 def test_without_nvrtc_all_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: "")
-    found = compiler.ready()
-    assert (isinstance(found, Reason) and found.code is Code.NOT_INSTALLED
-            and "nvidia-cuda-nvrtc" in found.message)
-    assert [loading.availability(kernel) for kernel in KERNELS] == [found] * len(KERNELS)
+    problem = compiler.ready()
+    assert (isinstance(problem, Reason) and problem.code is Code.NOT_INSTALLED
+            and "nvidia-cuda-nvrtc" in problem.message)
+    assert [loading.availability(kernel) for kernel in KERNELS] == [problem] * len(KERNELS)
     compiler.nvrtc.cache_clear()
     with pytest.raises(ImportError, match=r"nvidia-cuda-nvrtc.*CUDA_HOME"):
         compiler.nvrtc()
@@ -262,9 +262,10 @@ def test_structures_lie_in_memory_as_in_cuda_h():
      "operation failed due to a previous error during capture", "lost"),
 ])
 def test_an_error_of_the_driver_is_understood(code, name, text, kind):
-    said = compiler.describe_error(code, name.encode(), text.encode(), "launching scaled.cu:scaled")
-    assert text in said and name in said and "scaled.cu:scaled" in said
-    assert faults.classify(RuntimeError(said)) == kind
+    message = compiler.describe_error(code, name.encode(), text.encode(),
+                                      "launching scaled.cu:scaled")
+    assert text in message and name in message and "scaled.cu:scaled" in message
+    assert faults.classify(RuntimeError(message)) == kind
 
 
 def test_an_error_without_a_text_keeps_its_number():

@@ -34,11 +34,11 @@ def facts(seq=4096, heads=32, dim=128, dtype=torch.bfloat16):
                                    for _ in range(3)))
 
 
-def routed(device, kernels=ALL, rules=(), given=None, **settings):
+def routed(device, kernels=ALL, rules=(), call_facts=None, **settings):
     """The plan on `device` as if every library were installed there."""
     context = SelectionContext(policy(*rules, **settings), device.facts(), device.signature,
                                rates_of(device.type))
-    all_facts = {**(given or facts()), **device.facts()}
+    all_facts = {**(call_facts or facts()), **device.facts()}
     return select(ATTENTION, make_roster(kernels, context), all_facts, context, thorough=True)
 
 
@@ -74,7 +74,8 @@ def test_on_blackwell_version_4_is_preferred_where_it_is_there(sm):
     plan = routed(nvidia(sm), FLASH, **LENIENT)
     assert order(plan) == [V4, V2]
     assert plan.steps[1].note == "untested on hardware"
-    assert order(routed(nvidia(sm), given=facts(seq=32768), **LENIENT))[:2] == ["torch.sdpa", V4]
+    plan = routed(nvidia(sm), call_facts=facts(seq=32768), **LENIENT)
+    assert order(plan)[:2] == ["torch.sdpa", V4]
 
 
 @pytest.mark.parametrize(("settings", "kernel", "code"), [
@@ -98,7 +99,7 @@ def test_who_may_serve_where(sm, want):
 
 
 def test_on_turing_half_precision_is_still_served():
-    plan = routed(nvidia(75), given=facts(dtype=torch.float16))
+    plan = routed(nvidia(75), call_facts=facts(dtype=torch.float16))
     assert order(plan)[:2] == ["torch.sdpa", "torch.sdpa_efficient"]
     for kernel in ("torch.sdpa_flash_cuda", "torch.sdpa_cudnn", V2):
         assert Code.SM_TOO_OLD in [r.code for r in plan.why_not(kernel)]
@@ -142,7 +143,7 @@ def test_a_table_can_name_hardware_newer_than_this_release():
 @pytest.mark.parametrize("sm", EVERY_SM)
 def test_every_generation_has_a_kernel_for_every_dtype(sm):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert routed(nvidia(sm), given=facts(dtype=dtype)).kernel is not None
+        assert routed(nvidia(sm), call_facts=facts(dtype=dtype)).kernel is not None
 
 
 def test_the_same_is_seen_through_the_public_question(world):

@@ -47,12 +47,12 @@ T4 = Device("cuda", 0, "Tesla T4", "nvidia", sm=75, gpu_generation="turing",
 
 def codes(kernel: str, device: Device, dtype: str = "bfloat16", **case) -> set[Code]:
     """Why the kernel would not take such a call on that device."""
-    found = KERNELS[kernel]
+    declared = KERNELS[kernel]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        facts = read(found.op, case_values(found.op, case, dtype))
+        facts = read(declared.op, case_values(declared.op, case, dtype))
     facts = {**facts, **device.facts(), "device": device.type}
-    return {reason.code for reason in found.reasons(facts)}
+    return {reason.code for reason in declared.reasons(facts)}
 
 
 def test_importing_the_declarations_imports_no_library():
@@ -174,13 +174,13 @@ def test_of_several_configurations_the_one_that_was_fastest_here_serves(tmp_path
     ("12.8", "2.10.0+cu128", True), ("12.9", "2.11.0+cu129", True), ("13.0", "2.11.0+cu130", False),
     ("12.8", "2.9.1+cu128", False), (None, "2.13.0+cpu", False)])
 def test_xformers_fits_one_cuda_and_no_older_torch(cuda_here, torch_here, good):
-    found = xformers.fits(1208, "2.10.0+cu128", cuda_here, torch_here)
+    fit = xformers.fits(1208, "2.10.0+cu128", cuda_here, torch_here)
     if good:
-        assert found is True
+        assert fit is True
     else:
-        assert found.code is Code.ABI_MISMATCH
-        assert ("2.10.0+cu128" in found.message and torch_here in found.message
-                and "12.8" in found.message)
+        assert fit.code is Code.ABI_MISMATCH
+        assert ("2.10.0+cu128" in fit.message and torch_here in fit.message
+                and "12.8" in fit.message)
 
 
 def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
@@ -280,21 +280,21 @@ def test_version_4_of_flash_attention_is_not_taken_for_version_2(monkeypatch, tm
 def test_a_page_table_and_its_csr_say_the_same():
     table = torch.tensor([[7, 2, -1], [-1, -1, -1], [4, 9, 0]])
     lengths = torch.tensor([20, 0, 48])
-    found = paged.to_csr("paged_attention", 3, table, lengths, None, 16, True)
-    assert found.indptr.tolist() == [0, 2, 2, 5] and found.indices.tolist() == [7, 2, 4, 9, 0]
-    assert found.last.tolist() == [4, 0, 16] and found.starts_q.tolist() == [0, 1, 2, 3]
-    back, counted = page_table_from_csr(found.indptr, found.indices, found.last, 16)
+    csr = paged.to_csr("paged_attention", 3, table, lengths, None, 16, True)
+    assert csr.indptr.tolist() == [0, 2, 2, 5] and csr.indices.tolist() == [7, 2, 4, 9, 0]
+    assert csr.last.tolist() == [4, 0, 16] and csr.starts_q.tolist() == [0, 1, 2, 3]
+    back, counted = page_table_from_csr(csr.indptr, csr.indices, csr.last, 16)
     assert counted.tolist() == lengths.tolist() and back[2].tolist() == [4, 9, 0]
-    assert found.dead is not None and found.dead.tolist() == [False, True, False]
+    assert csr.dead is not None and csr.dead.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(("causal", "blind"), [(True, [0, 1, 5, 6]), (False, [5, 6])])
 def test_queries_before_the_first_key_are_known(causal, blind):
     table, starts = torch.tensor([[0], [1], [2]]), torch.tensor([0, 5, 7, 8])
-    found = paged.to_csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal,
-                         5)
-    assert found.dead is not None and found.dead.nonzero()[:, 0].tolist() == blind
-    out, lse = paged._finish((torch.ones(8, 2, 4), torch.ones(8, 2)), found.dead, True, 0.5)
+    csr = paged.to_csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal,
+                       5)
+    assert csr.dead is not None and csr.dead.nonzero()[:, 0].tolist() == blind
+    out, lse = paged._finish((torch.ones(8, 2, 4), torch.ones(8, 2)), csr.dead, True, 0.5)
     assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
     rest = [i for i in range(8) if i not in blind]
     assert (out[rest] == 1).all() and (lse[rest] == 0.5).all()
@@ -367,10 +367,10 @@ def test_the_oldest_wrapper_is_planned_again(plans):
 @pytest.mark.parametrize("width", [5, 8, 13])
 def test_a_bias_is_spaced_by_sixteen_bytes(width):
     mask = torch.randn(2, 1, 3, width, dtype=torch.float16)
-    made = xformers.align_rows(mask)
-    assert (torch.equal(made, mask) and made.stride(-1) == 1
-            and all(s % 8 == 0 for s in made.stride()[:-1]))
-    assert (made is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
+    tensor = xformers.align_rows(mask)
+    assert (torch.equal(tensor, mask) and tensor.stride(-1) == 1
+            and all(s % 8 == 0 for s in tensor.stride()[:-1]))
+    assert (tensor is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
 
 
 # Liger in Triton's interpreter: those of its kernels that the interpreter can run.

@@ -197,14 +197,14 @@ def test_threads_do_not_change_a_bit(library, dtype):
           if dtype != "float32" else ()))]
     before = torch.get_num_threads()
     try:
-        found = []
+        results = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            found.append([t for kernel, values in calls
-                          for t in contract.results_of(contract.call(kernel, values))])
+            results.append([t for kernel, values in calls
+                            for t in contract.results_of(contract.call(kernel, values))])
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -381,9 +381,10 @@ for a in "$@"; do
   esac
 done
 exec {COMPILER} "$@" """))
-    said: list[str] = []
-    build.build(say=said.append)
-    assert said[1:-1] == ["the compiler has no OpenMP: the CPU kernels have their own threads only"]
+    messages: list[str] = []
+    build.build(say=messages.append)
+    assert messages[1:-1] == [
+        "the compiler has no OpenMP: the CPU kernels have their own threads only"]
     unproven = []
     for kernel in (k for k in KERNELS if not lacking(k)):
         cases = (*kernel.op.cases, *(DECODES if kernel.op is ATTENTION else ()))

@@ -97,8 +97,8 @@ def test_calls_of_several_threads_at_once():
     want = call(backend="native.ggml_linear")
     torch.set_num_threads(3)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: call(backend="native.ggml_linear"), range(24)))
-    assert all(same(one, want) for one in found)
+        result = list(threads.map(lambda _: call(backend="native.ggml_linear"), range(24)))
+    assert all(same(one, want) for one in result)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

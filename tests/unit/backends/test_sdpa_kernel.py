@@ -90,10 +90,10 @@ def test_only_what_is_allowed_is_in_the_plan(allowed):
 
 def test_the_reason_names_what_is_allowed():
     with sdpa_kernel(MATH):
-        told = str(lz.explain("attention", *qkv()))
-    assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in told
-    assert (
-        "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told)
+        output = str(lz.explain("attention", *qkv()))
+    assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in output
+    assert ("is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH"
+            in output)
     with off(*SWITCHES), pytest.raises(NoKernelFoundError, match="allows only none"):
         lz.attention(*qkv())
 
@@ -130,15 +130,15 @@ def test_a_remembered_choice_does_not_leave_its_block(path):
 
 
 def test_keys_differ_by_every_switch_and_only_for_ops_that_ask():
-    found, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
-    values, x = found.order_arguments(tuple(qkv()), {}), torch.randn(2, 8)
+    dispatcher, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
+    values, x = dispatcher.order_arguments(tuple(qkv()), {}), torch.randn(2, 8)
     lz.attention(*qkv()), lz.rms_norm(x)
     named = norm.order_arguments((x,), {})
 
     def keys():
-        keyed = [found.key_of(*values)]
-        if found.native is not None:
-            keyed.append(found.native.compiled.key(*values[:8]))
+        keyed = [dispatcher.key_of(*values)]
+        if dispatcher.native is not None:
+            keyed.append(dispatcher.native.compiled.key(*values[:8]))
         return keyed, norm.key_of(*named)
 
     seen = [keys()]

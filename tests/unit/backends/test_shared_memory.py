@@ -94,8 +94,8 @@ def test_what_cuda_decode_declares_is_what_it_needs_at_least():
         assert need == needed("cuda.paged_attention_decode", head_dim=dim, group=group,
                               max_seqlen_q=tokens)
         for room in (*ROOMS, need):
-            made = decode.config(rows, homes, keys, dim, paged, Machine(132, room))
-            takes = decode.shared_bytes(rows, dim, made.warps, made.stages)
+            config = decode.config(rows, homes, keys, dim, paged, Machine(132, room))
+            takes = decode.shared_bytes(rows, dim, config.warps, config.stages)
             assert (takes <= room if need <= room else takes > room), (dim, rows, homes, keys,
                                                                        paged, room)
 
@@ -113,9 +113,9 @@ def test_where_there_is_as_much_as_cuda_gemv_declares_it_fits():
             if need > room:
                 continue
             machine = Machine(132, room)
-            made = gemv.with_slots(shape, gemv.config(shape, machine), machine)
-            assert shape.shared(made) <= room, (shape, room)
-            tight = max(tight, shape.shared(made) / need)
+            config = gemv.with_slots(shape, gemv.config(shape, machine), machine)
+            assert shape.shared(config) <= room, (shape, room)
+            tight = max(tight, shape.shared(config) / need)
             if planes.is_supported(rows, k, format, group):
                 other = planes.Shape(n, k, group, zeros)
                 assert planes.with_slots(other, planes.config(other, machine),

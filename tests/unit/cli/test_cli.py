@@ -12,9 +12,10 @@ import sys
 
 import pytest
 import torch
+from helpers import run_lz
 
 import layerzero as lz
-from layerzero.cli import _print_warning, main
+from layerzero.cli import _print_warning
 from layerzero.cli.arguments import parse_call
 from layerzero.cli.commands.measure.fit import SIZES, Pace, Sizes, fit
 from layerzero.cli.commands.measure.styles import STYLES, DecodeLayer
@@ -33,13 +34,7 @@ H100 = {"type": "cuda", "index": 0, "name": "NVIDIA H100 80GB HBM3", "vendor": "
 @pytest.fixture
 def run(capsys):
     """Run the command in this process: (exit code, stdout, stderr)."""
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def in_new_process(*words, code="from layerzero.cli import main; main()", **environ):
@@ -57,30 +52,30 @@ def call(op, *words, dtype="float32"):
 # arguments
 
 def test_shapes_and_scalars_become_arguments_without_memory():
-    found = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64",
-                 "is_causal=true", "scale=0.5", "window_left=16", "causal_align=bottom_right",
-                 "attn_mask=none", dtype="bfloat16")
-    assert {k: tuple(v.shape) for k, v in found.items() if isinstance(v, torch.Tensor)} == {
+    result = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64",
+                  "is_causal=true", "scale=0.5", "window_left=16", "causal_align=bottom_right",
+                  "attn_mask=none", dtype="bfloat16")
+    assert {k: tuple(v.shape) for k, v in result.items() if isinstance(v, torch.Tensor)} == {
         "query": (1, 8, 1, 64), "key": (1, 2, 256, 64), "value": (1, 2, 256, 64)}
-    assert found["query"].dtype is torch.bfloat16
-    assert found["query"].device.type == "meta"
-    assert {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)} == {
+    assert result["query"].dtype is torch.bfloat16
+    assert result["query"].device.type == "meta"
+    assert {k: v for k, v in result.items() if not isinstance(v, torch.Tensor)} == {
         "is_causal": True, "scale": 0.5, "window_left": 16, "causal_align": "bottom_right",
         "attn_mask": None}
 
 
 def test_a_tensor_may_have_its_own_dtype():
-    found = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32",
-                 dtype="float16")
-    assert (found["attn_mask"].dtype, found["alibi_slopes"].dtype) == (torch.bool, torch.float32)
+    result = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32",
+                  dtype="float16")
+    assert (result["attn_mask"].dtype, result["alibi_slopes"].dtype) == (torch.bool, torch.float32)
 
 
 def test_offsets_are_whole_numbers_by_default():
-    found = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3",
-                 "cu_seqlens_k=3",
-                 "max_seqlen_q=5", "max_seqlen_k=5")
-    assert found["cu_seqlens_q"].dtype is torch.int32
-    assert found["query"].dtype is torch.float32
+    result = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3",
+                  "cu_seqlens_k=3",
+                  "max_seqlen_q=5", "max_seqlen_k=5")
+    assert result["cu_seqlens_q"].dtype is torch.int32
+    assert result["query"].dtype is torch.float32
 
 
 @pytest.mark.parametrize(("words", "part"), [
@@ -112,10 +107,10 @@ def test_explain_says_what_the_library_says(run, words):
     real = {k: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
             for k, v in call("attention", *words).items()}
     plan = lz.explain("attention", **real)
-    told = json.loads(out)
+    data = json.loads(out)
     assert (code, err) == (0, "")
-    assert [s["kernel"] for s in told["steps"]] == [s.kernel for s in plan.steps]
-    assert {r["kernel"]: [x["code"] for x in r["reasons"]] for r in told["rejected"]} == {
+    assert [s["kernel"] for s in data["steps"]] == [s.kernel for s in plan.steps]
+    assert {r["kernel"]: [x["code"] for x in r["reasons"]] for r in data["rejected"]} == {
         r.kernel: [x.code.value for x in r.reasons] for r in plan.rejected}
 
 
@@ -150,10 +145,10 @@ def test_explain_for_another_machine(run, tmp_path):
     path = tmp_path / "h100.json"
     path.write_text(json.dumps(H100))
     code, out, _ = run("explain", "attention", *DECODE, "--on", str(path), "--json")
-    told = json.loads(out)
+    data = json.loads(out)
     assert code == 0
-    assert (told["facts"]["device"], told["facts"]["sm"]) == ("cuda", 90)
-    reasons = [x for r in told["rejected"] for x in r["reasons"]]
+    assert (data["facts"]["device"], data["facts"]["sm"]) == ("cuda", 90)
+    reasons = [x for r in data["rejected"] for x in r["reasons"]]
     assert [x for x in reasons
             if x["code"] == "PLATFORM_MISMATCH"], "some kernels are for the CPU only"
     assert all(x["got"] == "cuda" for x in reasons if x["code"] == "PLATFORM_MISMATCH")
@@ -169,9 +164,9 @@ def test_the_doctors_device_can_be_asked_elsewhere(run, tmp_path):
 
 def test_list(run):
     code, out, _ = run("list", *CPU, "--json")
-    told = json.loads(out)
-    assert (code, told["device"]) == (0, "cpu")
-    assert [k["id"] for k in told["kernels"]] == [k.id for k in lz.list_kernels(device="cpu")]
+    data = json.loads(out)
+    assert (code, data["device"]) == (0, "cpu")
+    assert [k["id"] for k in data["kernels"]] == [k.id for k in lz.list_kernels(device="cpu")]
     code, out, _ = run("list", "rms_norm", *CPU)
     assert [line.split()[0]
             for line in out.splitlines()[1:]] == [k.id for k in lz.list_kernels("rms_norm", "cpu")]
@@ -179,14 +174,14 @@ def test_list(run):
 
 def test_kernels_shows_one_in_full(run):
     code, out, _ = run("kernels", "flash_attn.v2", *CPU, "--json")
-    told = json.loads(out)
-    assert (code, told["id"], told["op"], told["package"]) == (
+    data = json.loads(out)
+    assert (code, data["id"], data["op"], data["package"]) == (
         0, "flash_attn.v2", "attention", "flash_attn.flash_attn_interface")
-    assert "PLATFORM_MISMATCH" in [r["code"] for r in told["reasons"]]
+    assert "PLATFORM_MISMATCH" in [r["code"] for r in data["reasons"]]
     code, out, _ = run("kernels", "flash_attn.v2", *CPU)
     assert code == 0
     assert len([line for line in out.splitlines() if line.startswith("requires")]) == len(
-        told["requires"])
+        data["requires"])
 
 
 def test_config(run):
@@ -200,20 +195,20 @@ def test_config(run):
 def test_config_shows_the_environment():
     done = in_new_process("config", "--json", LAYERZERO_DENY="flash_attn.*",
                           LAYERZERO_STRICT_MODE="1")
-    told = json.loads(done.stdout)
-    assert (told["settings"]["strict_mode"], told["source"]["strict_mode"]) == (True, "environment")
-    assert [(r["action"], r["kernels"], r["origin"]) for r in told["rules"]] == [
+    data = json.loads(done.stdout)
+    assert (data["settings"]["strict_mode"], data["source"]["strict_mode"]) == (True, "environment")
+    assert [(r["action"], r["kernels"], r["origin"]) for r in data["rules"]] == [
         ("deny", ["flash_attn.*"], "LAYERZERO_DENY")]
 
 
 def test_doctor(run):
     code, out, _ = run("doctor", "--json")
-    told = json.loads(out)
-    assert code == (0 if told["ok"] else 1)
-    assert told["versions"]["torch"] == torch.__version__
-    assert {"configuration", "native fast path"} <= {c["name"] for c in told["checks"]}
+    data = json.loads(out)
+    assert code == (0 if data["ok"] else 1)
+    assert data["versions"]["torch"] == torch.__version__
+    assert {"configuration", "native fast path"} <= {c["name"] for c in data["checks"]}
     code, out, _ = run("doctor")
-    assert all(check["name"] in out for check in told["checks"])
+    assert all(check["name"] in out for check in data["checks"])
 
 
 def test_version_and_help(run):
@@ -305,15 +300,15 @@ def test_python_dash_m():
 
 def test_demo_runs_checks_and_measures():
     done = in_new_process("demo", "--json", "--seconds", "12", *CPU)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["ok"]) == (0, True)
-    steps = [step.name for step in Sizes(**told["sizes"]).steps]
-    shown = [(r["dtype"], r["step"]) for r in told["rows"]]
-    assert sorted(shown + [(left["dtype"], left["step"]) for left in told["left_out"]]) == sorted(
+    data = json.loads(done.stdout)
+    assert (done.returncode, data["ok"]) == (0, True)
+    steps = [step.name for step in Sizes(**data["sizes"]).steps]
+    shown = [(r["dtype"], r["step"]) for r in data["rows"]]
+    assert sorted(shown + [(left["dtype"], left["step"]) for left in data["left_out"]]) == sorted(
         (d, s) for d in ("float32", "bfloat16") for s in steps), "what is not shown is said"
-    assert shown, told["left_out"]
+    assert shown, data["left_out"]
     known = {k.id for k in lz.list_kernels()}
-    for row in told["rows"]:
+    for row in data["rows"]:
         assert row["equal"]
         assert set(row["ops"]) == {"rms_norm", "attention", "add_rms_norm"}
         for op in row["ops"].values():
@@ -337,37 +332,37 @@ def test_a_demo_without_time_says_what_it_could_not_show():
 QUICK = Pace(1e-12, 1e-12, 1e-12)
 
 
-def fitted(seconds=45.0, **paces):
+def fit_sizes(seconds=45.0, **paces):
     return fit(SIZES["cpu"], {"float32": QUICK, "bfloat16": QUICK, **paces}, seconds)
 
 
 def test_a_quick_machine_shows_the_largest_sizes_in_every_dtype():
-    found = fitted()
-    assert (found.sizes, found.left_out) == (SIZES["cpu"][0], ())
-    assert found.rows == tuple((d, step) for d in ("float32", "bfloat16")
-                               for step in found.sizes.steps)
+    fit = fit_sizes()
+    assert (fit.sizes, fit.left_out) == (SIZES["cpu"][0], ())
+    assert fit.rows == tuple((d, step) for d in ("float32", "bfloat16")
+                             for step in fit.sizes.steps)
 
 
 def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
-    found = fitted(bfloat16=Pace(1e-9, 1e-9, 1e-9))
-    assert found.sizes == SIZES["cpu"][0]
-    assert [str(left) for left in found.left_out] == [
+    fit = fit_sizes(bfloat16=Pace(1e-9, 1e-9, 1e-9))
+    assert fit.sizes == SIZES["cpu"][0]
+    assert [str(left) for left in fit.left_out] == [
         "bfloat16, prefill 512: one pass is expected to take 6.3 s, and 20 do not fit; "
         "torch's products take 1000 times as long as in float32 on this machine"]
-    assert [dtype for dtype, _ in found.rows] == ["float32"] * 3 + ["bfloat16"] * 2
+    assert [dtype for dtype, _ in fit.rows] == ["float32"] * 3 + ["bfloat16"] * 2
 
 
 @pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3),
                                              (1.0, 3)])
 def test_a_slower_machine_shows_smaller_sizes(pace, place):
-    found = fitted(float32=Pace(pace, pace, pace))
-    assert found.sizes == SIZES["cpu"][place] and len(found.rows) + len(found.left_out) == 6
+    fit = fit_sizes(float32=Pace(pace, pace, pace))
+    assert fit.sizes == SIZES["cpu"][place] and len(fit.rows) + len(fit.left_out) == 6
 
 
 def test_where_nothing_fits_one_row_is_tried_all_the_same():
     slow = Pace(1.0, 1.0, 1.0)
-    found = fitted(float32=slow, bfloat16=slow)
-    assert [dtype for dtype, _ in found.rows] == ["float32"] and len(found.left_out) == 5
+    fit = fit_sizes(float32=slow, bfloat16=slow)
+    assert [dtype for dtype, _ in fit.rows] == ["float32"] and len(fit.left_out) == 5
 
 
 def test_a_pass_has_as_many_multiplications_as_the_block_makes():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from helpers import run_lz
 
-from layerzero.cli import main
 from layerzero.cli.app import app
 from layerzero.cli.options import ALIASES, DTYPES, dtype_name
 from layerzero.cli.panels import measure, prove
@@ -50,13 +50,7 @@ def example(command):
 
 @pytest.fixture
 def run(capsys):
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 # help and completion
@@ -103,9 +97,10 @@ def test_the_help_lists_the_commands_by_panel(run):
 
 @pytest.mark.parametrize(("words", "command"), list(leaves()))
 def test_every_command_has_an_example_that_parses_and_json(words, command):
-    given = example(command)
-    assert tuple(given[1:1 + len(words)]) == words and given[0] == "lz"
-    command.make_context(" ".join(words), given[1 + len(words):])      # raises for a wrong option
+    shown_words = example(command)
+    assert tuple(shown_words[1:1 + len(words)]) == words and shown_words[0] == "lz"
+    command.make_context(" ".join(words),
+                         shown_words[1 + len(words):])      # raises for a wrong option
     assert "--json" in {opt for param in command.params for opt in param.opts}
     assert command.help and command.get_short_help_str(61)
 
@@ -151,7 +146,7 @@ def test_a_short_dtype_is_understood_everywhere(run, tmp_path):
                                      "ready",
                                      "serve-metrics"])
 def test_calls_are_named_the_same_way_everywhere(run, command):
-    for words, said in (
+    for words, message in (
             (("rms_norm", "--model", "gpt2"), f"lz {command} takes one of OP, --calls, --model"),
             (("--calls", "nowhere.jsonl"), "there is no such file; lz record -- python app.py"),
             (("--model", "gpt-2"), "did you mean 'gpt2'?"),
@@ -159,7 +154,7 @@ def test_calls_are_named_the_same_way_everywhere(run, command):
             (("rms_norm", "--dtype", "f7"), "there is no dtype 'f7'"),
             (("rms_norm", "--device", "tpu"), "device kind must be one of")):
         code, out, err = run(command, *words)
-        assert (code, out) == (2, "") and said in err and err.startswith("error: "), err
+        assert (code, out) == (2, "") and message in err and err.startswith("error: "), err
         assert len(err.splitlines()) == 1
 
 
@@ -191,20 +186,20 @@ def test_a_wrong_argument_is_said_before_anything_runs(run, words, tmp_path, mon
 
 # exit codes
 
-@pytest.mark.parametrize(("error", "code", "said"), [
+@pytest.mark.parametrize(("error", "code", "message"), [
     (ConfigError("a wrong setting"), 2, "error: a wrong setting"),
     (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13]"),
     (KeyboardInterrupt(), 130, ""), (ZeroDivisionError("oops"), 3, "a fault of lz")])
-def test_an_exit_code_says_what_kind_of_end_it_was(run, monkeypatch, error, code, said):
+def test_an_exit_code_says_what_kind_of_end_it_was(run, monkeypatch, error, code, message):
     from layerzero.cli.commands import ask
 
     def fail(as_json):
         raise error
 
     monkeypatch.setattr(ask, "config", fail)
-    found, out, err = run("config")
-    assert (found, out) == (code, "") and said in err
-    assert ("Traceback" in err) == (code == 3) and found in EXIT_CODES
+    exit_code, out, err = run("config")
+    assert (exit_code, out) == (code, "") and message in err
+    assert ("Traceback" in err) == (code == 3) and exit_code in EXIT_CODES
 
 
 # dry-run, record
@@ -228,10 +223,10 @@ def test_init_writes_a_project_and_replaces_nothing_unasked(run, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write_calls(Path("mine.jsonl"), [CALL])
     code, out, _ = run("init", "--calls", "mine.jsonl", "--json")
-    told = json.loads(out)
+    data = json.loads(out)
     names = ["layerzero.yaml", ".github/workflows/layerzero.yml", "layerzero.calls.jsonl"]
-    assert (code, told["written"], told["ops"]) == (0, names, ["rms_norm"])
-    assert told["next"] == "lz tune --calls layerzero.calls.jsonl"
+    assert (code, data["written"], data["ops"]) == (0, names, ["rms_norm"])
+    assert data["next"] == "lz tune --calls layerzero.calls.jsonl"
     assert read_calls(Path(names[2])) == (CALL,)
     before = {name: Path(name).read_text() for name in names}
     code, _, err = run("init", "--", sys.executable, "-c", "open('ran', 'w')")

@@ -47,7 +47,7 @@ def environment(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def sent(action: Callable[[], object]) -> str:
+def terminal_output(action: Callable[[], object]) -> str:
     """What a terminal is sent by this."""
     out = Terminal()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -55,13 +55,13 @@ def sent(action: Callable[[], object]) -> str:
     return out.getvalue()
 
 
-def safely(action: Callable[[], object]) -> str:
+def render_safely(action: Callable[[], object]) -> str:
     """The same while a command runs."""
     def run() -> None:
         with streams.escape_output():
             action()
 
-    return sent(run)
+    return terminal_output(run)
 
 
 def command(*words: str) -> tuple[object, str]:
@@ -72,7 +72,7 @@ def command(*words: str) -> tuple[object, str]:
             main(words)
         ended.append(caught.value.code)
 
-    text = sent(run)
+    text = terminal_output(run)
     return ended[0], text
 
 
@@ -93,7 +93,7 @@ def test_what_can_be_seen_stays():
     show.piece, lambda text: print(f"error: {text}", file=sys.stderr)],
                          ids=["table", "heading", "text", "piece", "error"])
 def test_every_way_to_a_terminal_is_safe(way, name):
-    text = safely(lambda: way(ATTACKS[name]))
+    text = render_safely(lambda: way(ATTACKS[name]))
     assert text.strip() and not HARMFUL & set(text) and ATTACKS[name] not in text
     assert "\r" not in text and not any(bad in text for bad in ("\x1b]", "\x1b[2J", "\x1b[31m"))
 
@@ -104,9 +104,10 @@ def test_markup_in_a_name_is_text(text):
         with show.spinner(text) as say:
             say(text)
 
-    found = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text),
-                            work()))
-    assert found.count(text) >= 5 and "\x1b]8" not in found
+    shown = render_safely(lambda: (show.table(("kernel", "why"), [(text, text)]),
+                                   show.heading(text),
+                                   work()))
+    assert shown.count(text) >= 5 and "\x1b]8" not in shown
 
 
 def test_a_line_of_work_and_its_name_are_safe():
@@ -114,7 +115,7 @@ def test_a_line_of_work_and_its_name_are_safe():
         with show.spinner("\x1b]0;owned\x07") as say:
             say("\x1b]0;owned\x07")
 
-    text = safely(work)
+    text = render_safely(work)
     assert text.count("\\x1b]0;owned\\x07") >= 2 and "\x1b]0" not in text and "\a" not in text
 
 
@@ -137,7 +138,7 @@ def test_a_terminal_of_ascii_alone_is_written_to():
 @pytest.mark.parametrize("data", [
     {"a": float("nan")}, {"a": [{"b": float("inf")}, 1.5, "x"]}, {"a": "\x1b[31m\ud800"}])
 def test_json_is_json(data):
-    text = sent(lambda: show.as_json(data))
+    text = terminal_output(lambda: show.as_json(data))
     assert text.isascii()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
@@ -193,4 +194,5 @@ def test_it_is_so_on_a_real_terminal(tmp_path):
 def test_a_hostile_environment_is_shown_in_few_words():
     with pytest.raises(ConfigError) as caught:
         environment_layer({"LAYERZERO_DENY": "\x1b[2J" * 1000, "LAYERZERO_\x1b[2J": "1"})
-    assert "\x1b" not in safely(lambda: print(caught.value)) and len(str(caught.value)) < 4000
+    assert ("\x1b" not in render_safely(lambda: print(caught.value))
+            and len(str(caught.value)) < 4000)

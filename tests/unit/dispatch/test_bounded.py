@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from helpers import ATTENTION, Fake, normed, of, path_of, qkv, register, rows
+from helpers import ATTENTION, Fake, events_of, normalized, path_of, qkv, register, rows
 
 import layerzero as lz
 from layerzero.dispatch.background import learning
@@ -23,7 +23,7 @@ from layerzero.world import snapshot as worlds
 pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 
-def remembered() -> int:
+def entries_held() -> int:
     """Entries of every table that calls can add to."""
     world = worlds.current()
     return len(world.memo) + len(context._call_overrides) + len(context._interned) + len(
@@ -48,49 +48,49 @@ def small(monkeypatch):
     context._call_overrides.clear(), context._interned.clear()
 
 
-def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
+def growth(call, rounds: int = 3, calls: int = 150) -> list[int]:
     """How many objects there are after each round of ever new numbers; the first rounds fill the
     tables."""
     numbers = iter(range(10**9))
-    found = []
+    results = []
     for _ in range(rounds):
         for _ in range(calls):
             call(next(numbers))
-        found.append(objects())
-    return found
+        results.append(objects())
+    return results
 
 
 def assert_bounded(call) -> None:
-    grows(call, 4)
-    before = remembered()
-    found = grows(lambda n: call(10**6 + n))
-    assert remembered() <= before + 150        # one for each call would be 450
+    growth(call, 4)
+    before = entries_held()
+    result = growth(lambda n: call(10**6 + n))
+    assert entries_held() <= before + 150        # one for each call would be 450
     # a leak of one object a call is 300, and of an override some thousands
-    assert found[-1] - found[0] < 2000, found
+    assert result[-1] - result[0] < 2000, result
 
 
 def test_policies_with_ever_new_numbers(small, path):
     run, x = path_of("rms_norm", path), rows()
     assert_bounded(lambda n: run(x, policy={"cache_ttl": 10.0 + n}))
-    torch.testing.assert_close(run(x), normed(x))
+    torch.testing.assert_close(run(x), normalized(x))
 
 
-def test_policies_with_ever_new_rules(small, path, happened):
+def test_policies_with_ever_new_rules(small, path, emitted):
     run, x = path_of("rms_norm", path), rows()
     register(Fake())
 
     def call(n: int) -> None:
         deny = lz.PolicyRule.of("deny", "fake.one", "rms_norm", {"hidden": f"> {n}"})
         run(x, policy=Layer("call", {}, (deny,)))
-        happened[:] = of(WorldPublished, happened)     # what the test itself remembers
+        emitted[:] = events_of(WorldPublished, emitted)     # what the test itself remembers
 
-    grows(call, 1, 100)                        # beyond what is put into the keys
+    growth(call, 1, 100)                        # beyond what is put into the keys
     program = worlds.current().program(lz.op("rms_norm"))
-    happened.clear()
+    emitted.clear()
     assert_bounded(call)
     assert len(worlds.current().extra_leaves) <= incidents.MAX_EXTRA_TESTS
     assert worlds.current().program(lz.op("rms_norm")) is program
-    assert of(WorldPublished, happened) == []  # so that nobody else's choices are forgotten
+    assert events_of(WorldPublished, emitted) == []  # so that nobody else's choices are forgotten
 
 
 def test_rules_beyond_the_bound_are_obeyed(path):
@@ -221,7 +221,7 @@ def test_a_fork_in_the_middle_of_all_that(small):
                     for n in range(5):
                         lz.configure(strict_mode=bool(n % 2))
                         good = torch.allclose(lz.rms_norm(x, policy={"cache_ttl": 5.0 + n}),
-                                              normed(x), atol=1e-5)
+                                              normalized(x), atol=1e-5)
                         code = 0 if good else 2
                 finally:
                     os._exit(code)

@@ -9,7 +9,18 @@ import weakref
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, normed, of, path_of, qkv, register, rows, wait_for
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    events_of,
+    normalized,
+    path_of,
+    qkv,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.dispatch.binding import Binding
@@ -27,16 +38,16 @@ def call(path, world):
     return path_of(RMS_NORM, path)
 
 
-def chosen(happened):
-    return [e.kernel for e in of(Selected, happened)]
+def chosen(emitted):
+    return [e.kernel for e in events_of(Selected, emitted)]
 
 
 # hit and miss
 
-def test_the_same_kind_of_call_is_chosen_once(call, happened):
+def test_the_same_kind_of_call_is_chosen_once(call, emitted):
     for _ in range(10):
         call(rows())
-    assert len(chosen(happened)) == 1
+    assert len(chosen(emitted)) == 1
     assert lz.explain("rms_norm", rows()).from_cache
 
 
@@ -45,13 +56,13 @@ def test_the_same_kind_of_call_is_chosen_once(call, happened):
     lambda x: {"x": rows(9)}, lambda x: {"x": x, "weight": torch.ones(16)},
     lambda x: {"x": x.clone().requires_grad_()},
 ], ids=["float64", "bfloat16", "hidden", "rows", "weight", "grad"])
-def test_another_kind_of_call_is_chosen_anew(call, happened, other):
+def test_another_kind_of_call_is_chosen_anew(call, emitted, other):
     x = rows()
     call(x), call(**other(x)), call(x), call(**other(x))
-    assert len(chosen(happened)) == 2
+    assert len(chosen(emitted)) == 2
 
 
-def test_deterministic_mode_is_another_kind_of_call(call, happened):
+def test_deterministic_mode_is_another_kind_of_call(call, emitted):
     register(Fake(deterministic=False))
     call(rows())
     torch.set_deterministic_debug_mode("error")
@@ -59,16 +70,16 @@ def test_deterministic_mode_is_another_kind_of_call(call, happened):
         call(rows())
     finally:
         torch.set_deterministic_debug_mode("default")
-    assert len(chosen(happened)) == 2 and chosen(happened)[0] == "fake.one" != chosen(happened)[1]
+    assert len(chosen(emitted)) == 2 and chosen(emitted)[0] == "fake.one" != chosen(emitted)[1]
 
 
-def test_a_value_no_rule_reads_does_not_make_another_kind(call, happened):
+def test_a_value_no_rule_reads_does_not_make_another_kind(call, emitted):
     for eps in (1e-5, 0.1, 3.0):
         torch.testing.assert_close(call(rows(), eps=eps), RMS_NORM.reference(rows(), eps=eps))
-    assert len(chosen(happened)) == 1
+    assert len(chosen(emitted)) == 1
 
 
-def test_a_growing_kv_cache_stays_in_its_bucket(path, happened):
+def test_a_growing_kv_cache_stays_in_its_bucket(path, emitted):
     lengths: list[int] = []
 
     def look(query, key, value):
@@ -80,19 +91,19 @@ def test_a_growing_kv_cache_stays_in_its_bucket(path, happened):
                                                                8), torch.randn(1, 2, 4000, 8)
     for n in range(2049, 3073):
         call(query, cache[:, :, :n], cache[:, :, :n])
-    assert chosen(happened) == ["fake.look"] and lengths == list(range(2049, 3073))
+    assert chosen(emitted) == ["fake.look"] and lengths == list(range(2049, 3073))
     call(query, cache[:, :, :3073], cache[:, :, :3073])
-    assert len(chosen(happened)) == 2                      # 3073 begins the next
+    assert len(chosen(emitted)) == 2                      # 3073 begins the next
 
 
-def test_a_limit_inside_a_bucket_is_kept(path, happened):
+def test_a_limit_inside_a_bucket_is_kept(path, emitted):
     fake = Fake("fake.short", ATTENTION, requires=(at_most("seq_k", 2500),))
     register(fake)
     call, kv, query = path_of(ATTENTION, path), torch.randn(1, 2, 3100, 8), torch.randn(1, 2, 1, 8)
     for n in (2049, 2500, 2501, 3072, 2499):
         call(query, kv[:, :, :n], kv[:, :, :n])
     assert fake.calls == 3
-    assert len(chosen(happened)) == 2 and fake.got["key"].shape[2] == 2499
+    assert len(chosen(emitted)) == 2 and fake.got["key"].shape[2] == 2499
 
 
 def test_every_length_of_a_bucket_gets_the_right_answer(path):
@@ -105,7 +116,7 @@ def test_every_length_of_a_bucket_gets_the_right_answer(path):
 
 # invalidation: a new world is a new, empty cache
 
-def test_publishing_forgets_everything_at_once(call, happened):
+def test_publishing_forgets_everything_at_once(call, emitted):
     for n in range(1, 30):
         call(rows(n))
     table = dispatcher_of("rms_norm").cache.table
@@ -113,9 +124,9 @@ def test_publishing_forgets_everything_at_once(call, happened):
     lz.clear_cache()
     # nothing was walked through
     assert dispatcher_of("rms_norm").cache.table == {} and len(table) >= 15
-    before = len(chosen(happened))
+    before = len(chosen(emitted))
     call(rows(3))
-    assert len(chosen(happened)) == before + 1
+    assert len(chosen(emitted)) == before + 1
 
 
 def test_what_is_forgotten_is_freed(call):
@@ -134,13 +145,13 @@ def test_what_is_forgotten_is_freed(call):
                                   less_work="a test")),
     lambda: worlds.publish(lambda w: w.replace(perf=PerfView([])), "measured"), lz.clear_cache,
 ], ids=["setting", "lock", "register", "measurements", "clear"])
-def test_whatever_selection_depends_on_invalidates(call, happened, change):
+def test_whatever_selection_depends_on_invalidates(call, emitted, change):
     call(rows())
     hash_before = lz.get_config()["policy_hash"]
     change()
     call(rows())
-    assert len(chosen(happened)) == 2
-    assert chosen(happened)[1] == lz.which("rms_norm", rows())
+    assert len(chosen(emitted)) == 2
+    assert chosen(emitted)[1] == lz.which("rms_norm", rows())
     assert isinstance(hash_before, str)
 
 
@@ -152,20 +163,20 @@ def test_a_measurement_turns_the_choice_from_the_next_call_on(call):
     facts = lz.explain("rms_norm", x).facts
     bucket, here = kind_of(RMS_NORM, facts).bucket, worlds.current().place("cpu")
     times = {slow.id: 50.0, fast.id: 5.0, "torch.rms_norm": 70.0}
-    found = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
-    worlds.publish(lambda w: w.replace(perf=w.perf.including(found)), "measured")
+    measurements = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(measurements)), "measured")
     call(x)
     assert (slow.calls, fast.calls) == (1, 1)
 
 
-def test_choices_expire_by_themselves(call, happened):
+def test_choices_expire_by_themselves(call, emitted):
     lz.configure(cache_ttl=600)
     call(rows()), call(rows())
-    assert len(chosen(happened)) == 1
+    assert len(chosen(emitted)) == 1
     lz.configure(cache_ttl=0.05)
     call(rows())
-    seen = len(chosen(happened))
-    wait_for(lambda: (call(rows()), len(chosen(happened)) > seen)[1])
+    seen = len(chosen(emitted))
+    wait_for(lambda: (call(rows()), len(chosen(emitted)) > seen)[1])
     lz.configure(cache_ttl=None)
     epoch = worlds.current().epoch
     time.sleep(0.3)
@@ -175,19 +186,19 @@ def test_choices_expire_by_themselves(call, happened):
 # a bound
 
 @pytest.mark.parametrize("size", [1, 2, 16])
-def test_the_cache_keeps_to_its_size(call, happened, size):
+def test_the_cache_keeps_to_its_size(call, emitted, size):
     lz.configure(cache_size=size)
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     for i in range(100):
         x = rows(2, hidden=1 + i)
-        torch.testing.assert_close(call(x), normed(x))
-        assert len(found.cache.table) <= size
-        assert found.native is None or found.native.compiled.size() <= size
-    evicted = sum(e.entries for e in of(Evicted, happened))
-    assert evicted + len(found.cache.table) == 100
+        torch.testing.assert_close(call(x), normalized(x))
+        assert len(dispatcher.cache.table) <= size
+        assert dispatcher.native is None or dispatcher.native.compiled.size() <= size
+    evicted = sum(e.entries for e in events_of(Evicted, emitted))
+    assert evicted + len(dispatcher.cache.table) == 100
 
 
-def test_what_is_used_stays_and_what_is_not_goes(world, happened):
+def test_what_is_used_stays_and_what_is_not_goes(world, emitted):
     lz.configure(cache_size=8)
     call = path_of(RMS_NORM, "python")
     hot = rows(2, hidden=500)
@@ -195,21 +206,21 @@ def test_what_is_used_stays_and_what_is_not_goes(world, happened):
     for i in range(200):
         call(rows(2, hidden=1 + i))
         call(hot)
-    assert len(chosen(happened)) == 201                    # the hot one was chosen once
+    assert len(chosen(emitted)) == 201                    # the hot one was chosen once
 
 
 def test_the_native_table_keeps_what_is_used_too(world):
-    found = dispatcher_of("rms_norm")
-    if found.native is None:
+    dispatcher = dispatcher_of("rms_norm")
+    if dispatcher.native is None:
         pytest.skip("the native path is not built")
     lz.configure(cache_size=8)
     hot = rows(2, hidden=500)
-    found.public(hot)
-    entry = found.native.compiled.lookup(hot)
+    dispatcher.public(hot)
+    entry = dispatcher.native.compiled.lookup(hot)
     for i in range(200):
-        found.public(rows(2, hidden=1 + i))
-        found.public(hot)
-        assert found.native.compiled.lookup(hot) is entry
+        dispatcher.public(rows(2, hidden=1 + i))
+        dispatcher.public(hot)
+        assert dispatcher.native.compiled.lookup(hot) is entry
 
 
 def entry(kernel="lib.k"):
@@ -243,7 +254,7 @@ def test_where_all_are_in_use_the_oldest_half_goes():
 
 # one thread chooses
 
-def test_a_hundred_threads_that_miss_one_key_choose_once(call, happened):
+def test_a_hundred_threads_that_miss_one_key_choose_once(call, emitted):
     fake = Fake(before=None)
     register(fake)
     loading = threading.Event()
@@ -270,9 +281,9 @@ def test_a_hundred_threads_that_miss_one_key_choose_once(call, happened):
     for w in workers:
         w.join(60)
     assert len(out) == 100 and fake.loads == 1 and fake.calls == 100
-    assert chosen(happened) == ["fake.one"]
+    assert chosen(emitted) == ["fake.one"]
     for got in out:
-        torch.testing.assert_close(got, normed(x))
+        torch.testing.assert_close(got, normalized(x))
 
 
 def together(n, work):
@@ -350,7 +361,7 @@ def test_different_keys_do_not_wait_for_each_other():
 
 # overrides have their own entries
 
-def test_an_override_has_its_own_entries_and_finds_them_again(call, happened):
+def test_an_override_has_its_own_entries_and_finds_them_again(call, emitted):
     fake = Fake(prior=0.001)
     register(fake)
     for _ in range(5):
@@ -358,10 +369,10 @@ def test_an_override_has_its_own_entries_and_finds_them_again(call, happened):
         with lz.prefer("fake.one"):
             call(rows())
     assert fake.calls == 5
-    assert chosen(happened).count("fake.one") == 1 and len(chosen(happened)) == 2
+    assert chosen(emitted).count("fake.one") == 1 and len(chosen(emitted)) == 2
 
 
-def test_overrides_that_say_the_same_share_their_entries(call, happened):
+def test_overrides_that_say_the_same_share_their_entries(call, emitted):
     for _ in range(3):
         with lz.prefer("reference.*"):
             call(rows())
@@ -369,14 +380,14 @@ def test_overrides_that_say_the_same_share_their_entries(call, happened):
             call(rows())
         with lz.prefer("reference.*"), lz.prefer(strict_mode=True):
             call(rows())
-    assert len(chosen(happened)) == 2
+    assert len(chosen(emitted)) == 2
 
 
-def test_a_named_kernel_and_a_policy_for_one_call_are_remembered_too(call, happened):
+def test_a_named_kernel_and_a_policy_for_one_call_are_remembered_too(call, emitted):
     for _ in range(5):
         call(rows(), backend="reference.rms_norm")
         call(rows(), policy={"strict_mode": True})
-    assert len(chosen(happened)) == 2
+    assert len(chosen(emitted)) == 2
 
 
 # counting
@@ -418,12 +429,12 @@ def test_a_count_that_is_read_while_its_entry_is_collected_is_not_lost():
             seen.append(ledger.totals())
 
     asks = Asks()                              # older than the entry: ended before it
-    made = ledger.add(entry("lib.k"))
-    made.native_hits += 2
+    added = ledger.add(entry("lib.k"))
+    added.native_hits += 2
     assert ledger.totals() == {"lib.k": 3}
-    asks.entry, made.recordings = made, asks
-    reference = weakref.ref(made)
-    del asks, made
+    asks.entry, added.recordings = added, asks
+    reference = weakref.ref(added)
+    del asks, added
     gc.collect()
     assert reference() is None and seen == [{"lib.k": 3}] and ledger.totals() == {"lib.k": 3}
     assert ledger._open == []

@@ -14,10 +14,10 @@ import torch
 from helpers import (
     RMS_NORM,
     Fake,
+    events_of,
     faults_of,
     health_of,
-    normed,
-    of,
+    normalized,
     path_of,
     python,
     register,
@@ -72,8 +72,8 @@ def slow(world):
 
 def measure(kernel, x, us=0.5, **arguments):
     """As if it had been measured here for calls like this."""
-    found = dispatcher_of(kernel.op.name)
-    facts = found.facts(found.order_arguments((x,), arguments))
+    dispatcher = dispatcher_of(kernel.op.name)
+    facts = dispatcher.facts(dispatcher.order_arguments((x,), arguments))
     kind, place = kind_of(kernel.op, facts), worlds.current().place("cpu")
     others = [k for k in worlds.current().kernels(kernel.op.name) if k.baseline]
     rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family,
@@ -83,12 +83,12 @@ def measure(kernel, x, us=0.5, **arguments):
         [measurements._complete_row(row, w, 0.0, {}) for row in rows])), "test")
 
 
-def test_the_call_is_served_at_once_and_the_compiled_kernel_takes_over(path, slow, happened):
+def test_the_call_is_served_at_once_and_the_compiled_kernel_takes_over(path, slow, emitted):
     call, x = path_of(RMS_NORM, path), rows(40)
     measure(slow.kernel, x)
     slow.go.clear()
     for _ in range(5):                                     # nobody waits: the compiler does
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     assert not slow.compiled and lz.which("rms_norm", x) != slow.id
     wait_for(lambda: slow.threads)
     assert lz.stats().compiling.compiling.startswith(f"{slow.id} for cpu")
@@ -96,43 +96,42 @@ def test_the_call_is_served_at_once_and_the_compiled_kernel_takes_over(path, slo
     slow.go.set()
     wait_for(lambda: lz.which("rms_norm", x) == slow.id)
     calls = slow.calls
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert slow.calls == calls + 1
-    assert [e.kernel for e in of(CompileQueued, happened)] == [e.kernel
-                                                               for e in of(WarmedUp, happened)] == [
-                                                                   slow.id]
-    assert set(slow.threads[:calls]) == {"layerzero-compile"} and not of(Fallback, happened)
+    for kind in (CompileQueued, WarmedUp):
+        assert [e.kernel for e in events_of(kind, emitted)] == [slow.id]
+    assert set(slow.threads[:calls]) == {"layerzero-compile"} and not events_of(Fallback, emitted)
     assert compiling.wait(60) and lz.stats().compiling.compiling == ""
     # the whole bucket is ready, not this size alone
     call(rows(37))
     assert slow.calls == calls + 2
 
 
-def test_what_was_not_measured_is_not_worth_compiling_unless_it_is_preferred(slow, happened):
+def test_what_was_not_measured_is_not_worth_compiling_unless_it_is_preferred(slow, emitted):
     x = rows(40)
     lz.rms_norm(x)
-    assert not of(CompileQueued, happened) and not slow.calls
+    assert not events_of(CompileQueued, emitted) and not slow.calls
     with lz.prefer(slow.id):
         lz.rms_norm(x)
-        assert [e.kernel for e in of(CompileQueued, happened)] == [slow.id]
+        assert [e.kernel for e in events_of(CompileQueued, emitted)] == [slow.id]
         assert compiling.wait(60)
         assert lz.which("rms_norm", x) == slow.id
 
 
-def test_what_was_measured_and_is_slower_is_not_compiled(slow, happened):
+def test_what_was_measured_and_is_slower_is_not_compiled(slow, emitted):
     x = rows(40)
     measure(slow.kernel, x, us=1e6)
     lz.rms_norm(x)
-    assert not of(CompileQueued, happened)
+    assert not events_of(CompileQueued, emitted)
 
 
 @pytest.mark.parametrize(("mode", "thread"), [("never", None), ("in_request", "MainThread")])
-def test_the_policy_says_when_it_is_compiled(slow, happened, mode, thread):
+def test_the_policy_says_when_it_is_compiled(slow, emitted, mode, thread):
     lz.configure(jit=mode)
     x = rows(40)
     measure(slow.kernel, x)
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
-    assert not of(CompileQueued, happened) and slow.threads == ([thread] if thread else [])
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
+    assert not events_of(CompileQueued, emitted) and slow.threads == ([thread] if thread else [])
 
 
 def test_a_warm_up_still_waits(slow):
@@ -143,16 +142,16 @@ def test_a_warm_up_still_waits(slow):
     assert report.ok and lz.which("rms_norm", x) == slow.id
 
 
-def test_a_compile_that_fails_is_remembered_for_its_kind_and_not_tried_again(path, slow, happened):
+def test_a_compile_that_fails_is_remembered_for_its_kind_and_not_tried_again(path, slow, emitted):
     call = path_of(RMS_NORM, path)
     for n in (40, 70):
         measure(slow.kernel, rows(n))
     slow.fault = RuntimeError("ptxas: too many registers")
     for _ in range(3):
-        torch.testing.assert_close(call(rows(40)), normed(rows(40)))
+        torch.testing.assert_close(call(rows(40)), normalized(rows(40)))
         assert compiling.wait(60)
     assert slow.calls == 1 and health_of(slow.id) is None and faults_of(slow.id) == 0
-    (refused,) = of(KernelRefused, happened)
+    (refused,) = events_of(KernelRefused, emitted)
     assert "too many registers" in refused.reason.message and "rows" in refused.kind
     assert "too many registers" in lz.explain("rms_norm", rows(40)).why_not(slow.id)[-1].message
     assert any(c.name == f"refused by {slow.id}" for c in lz.doctor().checks)
@@ -161,30 +160,30 @@ def test_a_compile_that_fails_is_remembered_for_its_kind_and_not_tried_again(pat
     assert compiling.wait(60) and lz.which("rms_norm", rows(70)) == slow.id
 
 
-def test_another_form_of_a_kind_that_is_ready_is_compiled_too(slow, happened):
+def test_another_form_of_a_kind_that_is_ready_is_compiled_too(slow, emitted):
     x = rows(40)
     measure(slow.kernel, x)
     lz.rms_norm(x)
     assert compiling.wait(60)
     calls = slow.calls
     lz.rms_norm(x, eps=1e-3)
-    assert [e.served_by != slow.id for e in of(Fallback, happened)] == [True]
+    assert [e.served_by != slow.id for e in events_of(Fallback, emitted)] == [True]
     assert compiling.wait(60)
     calls = slow.calls
     lz.rms_norm(x, eps=1e-3)
     assert slow.calls == calls + 1 and slow.got["eps"] == 1e-3
 
 
-def test_forms_without_end_are_not_all_compiled(slow, happened):
+def test_forms_without_end_are_not_all_compiled(slow, emitted):
     x = rows(40)
     measure(slow.kernel, x)
     for i in range(3 * compiling.MAX_FORMS):
         lz.rms_norm(x, eps=1e-3 * (i + 1))
         assert compiling.wait(60)
-    assert len(of(CompileQueued, happened)) == compiling.MAX_FORMS
+    assert len(events_of(CompileQueued, emitted)) == compiling.MAX_FORMS
 
 
-def test_the_queue_is_bounded_and_says_what_it_left_out(slow, happened, monkeypatch):
+def test_the_queue_is_bounded_and_says_what_it_left_out(slow, emitted, monkeypatch):
     monkeypatch.setattr(compiling, "MAX_QUEUED", 2)
     slow.go.clear()
     sizes = (20, 40, 70, 200, 400)
@@ -194,17 +193,17 @@ def test_the_queue_is_bounded_and_says_what_it_left_out(slow, happened, monkeypa
         lz.rms_norm(rows(n))
     wait_for(lambda: slow.threads)
     for n in sizes[1:]:
-        torch.testing.assert_close(lz.rms_norm(rows(n)), normed(rows(n)))
+        torch.testing.assert_close(lz.rms_norm(rows(n)), normalized(rows(n)))
     assert len(lz.stats().compiling.waiting) == 2
-    assert [e.problem for e in of(CompileSkipped, happened)] == ["2 wait already"] * 2
+    assert [e.problem for e in events_of(CompileSkipped, emitted)] == ["2 wait already"] * 2
 
 
-def test_inputs_too_large_to_be_made_up_are_left_alone(slow, happened, monkeypatch):
+def test_inputs_too_large_to_be_made_up_are_left_alone(slow, emitted, monkeypatch):
     monkeypatch.setattr(inputs, "free_bytes", lambda kind: 10_000)
     x = rows(40)
     measure(slow.kernel, x)
     lz.rms_norm(x)
-    assert "use lz.warmup" in of(CompileSkipped, happened)[0].problem and not slow.calls
+    assert "use lz.warmup" in events_of(CompileSkipped, emitted)[0].problem and not slow.calls
 
 
 def test_nothing_of_the_caller_is_touched(slow):
@@ -212,17 +211,17 @@ def test_nothing_of_the_caller_is_touched(slow):
     torch.manual_seed(1)
     expected = torch.rand(3)
     x = rows(40)
-    kept = x.clone()
+    original = x.clone()
     measure(slow.kernel, x)
     torch.manual_seed(1)
     lz.rms_norm(x)
     assert compiling.wait(60) and slow.calls
     torch.testing.assert_close(torch.rand(3), expected)
-    torch.testing.assert_close(x, kept, rtol=0, atol=0)
+    torch.testing.assert_close(x, original, rtol=0, atol=0)
     assert slow.got["x"].data_ptr() != x.data_ptr()
 
 
-def made_like(t: torch.Tensor, grad: bool = False) -> torch.Tensor:
+def make_like(t: torch.Tensor, grad: bool = False) -> torch.Tensor:
     return inputs.describe((t,), grad).values[0].make()
 
 
@@ -237,10 +236,10 @@ def described(t):
     torch.randn(2, 3).to(torch.bfloat16), torch.zeros(4).to(torch.float8_e5m2)],
     ids=described)
 def test_inputs_are_made_alike(t):
-    made = made_like(t)
-    assert (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype)
-    assert made.is_contiguous() == t.is_contiguous() and not made.requires_grad
-    assert made_like(t.detach().clone().requires_grad_() if t.is_floating_point() else t,
+    tensor = make_like(t)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (t.shape, t.stride(), t.dtype)
+    assert tensor.is_contiguous() == t.is_contiguous() and not tensor.requires_grad
+    assert make_like(t.detach().clone().requires_grad_() if t.is_floating_point() else t,
                      True).requires_grad
 
 
@@ -248,12 +247,12 @@ def test_inputs_are_made_alike(t):
                                torch.tensor([True]),
                                torch.arange(6, dtype=torch.int32)[::2]], ids=described)
 def test_whole_numbers_are_those_of_the_call(t):
-    made = made_like(t)
-    torch.testing.assert_close(made, t, rtol=0, atol=0)
-    assert made.stride() == t.stride() and made.data_ptr() != t.data_ptr()
+    tensor = make_like(t)
+    torch.testing.assert_close(tensor, t, rtol=0, atol=0)
+    assert tensor.stride() == t.stride() and tensor.data_ptr() != t.data_ptr()
 
 
-def test_many_threads_ask_once(slow, happened):
+def test_many_threads_ask_once(slow, emitted):
     x = rows(40)
     measure(slow.kernel, x)
     slow.go.clear()
@@ -271,10 +270,10 @@ def test_many_threads_ask_once(slow, happened):
     for w in workers:
         w.join(60)
     slow.go.set()
-    assert len(results) == 24 and len(of(CompileQueued, happened)) == 1
+    assert len(results) == 24 and len(events_of(CompileQueued, emitted)) == 1
 
 
-def test_a_kernel_that_is_unregistered_meanwhile_does_not_come_back(slow, happened):
+def test_a_kernel_that_is_unregistered_meanwhile_does_not_come_back(slow, emitted):
     first, x = Slow(prior=1e9), rows(40)
     register(first)
     for kernel, n, us in ((first, 40, 0.1), (slow, 40, 9.0), (first, 70, 9.0), (slow, 70, 0.1)):
@@ -288,7 +287,7 @@ def test_a_kernel_that_is_unregistered_meanwhile_does_not_come_back(slow, happen
     first.go.set()
     assert compiling.wait(60) and not slow.calls
     assert not [w for w in worlds.current().warmed if w[0] in (slow.id, first.id)]
-    assert [e.problem for e in of(CompileSkipped, happened)
+    assert [e.problem for e in events_of(CompileSkipped, emitted)
             if e.kernel == slow.id] == ["it was unregistered"]
 
 
@@ -369,14 +368,14 @@ def test_a_process_ends_cleanly_while_something_is_compiled(tmp_path):
     assert Path(tmp_path, "compiled").exists()             # it was given the time to end
 
 
-def test_a_real_formula_is_compiled_in_the_background(world, happened):
+def test_a_real_formula_is_compiled_in_the_background(world, emitted):
     kernel = worlds.current().catalog.by_id["torch.compiled_rms_norm"]
     if worlds.current().availability().get(kernel.id) is not None:
         pytest.skip("no C++ compiler here")
     x = rows(40)
     measure(kernel, x)
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
-    assert [e.kernel for e in of(CompileQueued, happened)] == [kernel.id]
-    assert compiling.wait(240) and not of(KernelRefused, happened)
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
+    assert [e.kernel for e in events_of(CompileQueued, emitted)] == [kernel.id]
+    assert compiling.wait(240) and not events_of(KernelRefused, emitted)
     assert lz.which("rms_norm", x) == kernel.id
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))

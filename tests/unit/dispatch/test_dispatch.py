@@ -14,11 +14,11 @@ from helpers import (
     ATTENTION,
     RMS_NORM,
     Fake,
+    allow_only,
+    events_of,
     faults_of,
     health_of,
-    normed,
-    of,
-    only,
+    normalized,
     path_of,
     python,
     qkv,
@@ -56,13 +56,13 @@ def pair():
 
 # the kernel's own fault: the next one serves
 
-def test_a_kernel_that_throws_is_replaced_by_the_next_of_its_plan(call, pair, happened, caplog):
+def test_a_kernel_that_throws_is_replaced_by_the_next_of_its_plan(call, pair, emitted, caplog):
     first, second = pair
     x = rows()
     with caplog.at_level(logging.WARNING, "layerzero"):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     assert (first.calls, second.calls) == (1, 1)
-    (event,) = of(Fallback, happened)
+    (event,) = events_of(Fallback, emitted)
     assert (event.op, event.kernel, event.served_by) == ("rms_norm", "fake.first", "fake.second")
     assert event.reason.code is Code.KERNEL_FAILED and event.reason.got == "RuntimeError: boom"
     assert any("fake.first" in r.getMessage() and "fake.second" in r.getMessage()
@@ -80,18 +80,18 @@ def test_explain_shows_what_failed_and_what_served(call, pair):
     assert notes["fake.first"] in str(plan) and notes["fake.second"] in str(plan)
 
 
-def test_a_kernel_that_starts_to_throw_after_it_was_remembered(call, happened):
+def test_a_kernel_that_starts_to_throw_after_it_was_remembered(call, emitted):
     first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     call(x), call(x)
     first.fault = RuntimeError("boom")
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert (first.calls, second.calls) == (3, 1)
     first.fault = None
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert (first.calls, second.calls) == (4, 1)           # one fault disables nothing
-    assert len(of(Fallback, happened)) == 1
+    assert len(events_of(Fallback, emitted)) == 1
 
 
 class LibraryError(Exception):
@@ -104,23 +104,23 @@ class LibraryError(Exception):
     ImportError("x"), NotImplementedError("x"), RuntimeError()],
     ids=lambda e: type(e).__name__ + ("" if e.args else " without a text"))
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
-def test_whatever_a_kernel_throws_is_its_own_fault(call, happened, fault, warm):
+def test_whatever_a_kernel_throws_is_its_own_fault(call, emitted, fault, warm):
     first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     if warm:
         call(x)
     first.fault = fault
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert second.calls == 1
-    assert of(Fallback, happened)[0].reason.got.startswith(type(fault).__name__)
+    assert events_of(Fallback, emitted)[0].reason.got.startswith(type(fault).__name__)
     assert faults_of("fake.first") == 1 and faults_of("fake.second") == 0
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(3), UserWarning("as an error")],
                          ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
-def test_an_interrupt_an_exit_and_a_warning_made_an_error_pass_through(call, happened, fault, warm):
+def test_an_interrupt_an_exit_and_a_warning_made_an_error_pass_through(call, emitted, fault, warm):
     first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
@@ -130,7 +130,7 @@ def test_an_interrupt_an_exit_and_a_warning_made_an_error_pass_through(call, hap
     with pytest.raises(type(fault)) as raised:
         call(x)
     assert raised.value is fault
-    assert second.calls == 0 and not worlds.current().health and not of(Fallback, happened)
+    assert second.calls == 0 and not worlds.current().health and not events_of(Fallback, emitted)
 
 
 def test_a_warning_made_an_error_passes_through_in_a_fallback_too(call, pair):
@@ -161,17 +161,17 @@ def test_a_device_that_an_op_inside_a_kernel_found_lost_is_lost_for_the_call_too
 
 
 def test_the_fault_of_the_first_and_of_the_second_both_count_and_the_third_serves(call, pair,
-                                                                                  happened):
+                                                                                  emitted):
     first, second = pair
     second.fault = ValueError("also")
     third = Fake("fake.third", prior=1e4)
     register(third)
     x = rows()
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert (first.calls, second.calls, third.calls) == (1, 1, 1)
     assert faults_of("fake.first") == faults_of("fake.second") == 1
     assert [(e.kernel, e.served_by)
-            for e in of(Fallback, happened)] == [("fake.first", "fake.third")]
+            for e in events_of(Fallback, emitted)] == [("fake.first", "fake.third")]
 
 
 def test_the_order_of_the_plan_is_the_order_of_the_fallback(call):
@@ -183,7 +183,7 @@ def test_the_order_of_the_plan_is_the_order_of_the_fallback(call):
     register(*reversed(fakes))
     x = rows()
     order = [s.kernel for s in lz.explain("rms_norm", x).steps]
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert tried == order[:5] == [f.id for f in fakes]
 
 
@@ -204,16 +204,16 @@ def test_arguments_by_keyword_reach_the_fallback_as_they_were(call, pair):
     assert pair[1].got["eps"] == 0.5 and pair[1].got["weight"] is weight
 
 
-def test_a_fallback_whose_library_does_not_load_is_passed_over(call, happened):
+def test_a_fallback_whose_library_does_not_load_is_passed_over(call, emitted):
     def no_load():
         raise ImportError("libcudart.so.11: cannot open shared object file")
 
     register(Fake("fake.first", fault=RuntimeError("boom")), third := Fake("fake.third", prior=1e4))
     lz.register(lz.Kernel("fake.second", RMS_NORM, no_load, prior=1e5, less_work="a test"))
     x = rows()
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert third.calls == 1
-    assert [e.kernel for e in of(BackendUnavailable, happened)] == ["fake.second"]
+    assert [e.kernel for e in events_of(BackendUnavailable, emitted)] == ["fake.second"]
     assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.second")] == [Code.ABI_MISMATCH]
 
 
@@ -230,7 +230,7 @@ def test_a_fallback_whose_library_does_not_load_is_passed_over(call, happened):
     (lambda x: {"x": None}, Code.WRONG_TYPE, "None"),
 ])
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "after a good call"])
-def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, happened, make, code, words,
+def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, emitted, make, code, words,
                                                             warm):
     fake = Fake()
     register(fake)
@@ -244,7 +244,7 @@ def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, happened, make
         assert code in raised.value.codes and "lz.rms_norm" in str(raised.value)
         assert isinstance(raised.value, ValueError)
     assert fake.calls == calls and not worlds.current().health
-    assert not of(Fallback, happened) and not of(HealthChanged, happened)
+    assert not events_of(Fallback, emitted) and not events_of(HealthChanged, emitted)
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [
@@ -285,21 +285,21 @@ OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2
 
 
 @pytest.mark.parametrize("fault", OUT_OF_MEMORY, ids=lambda e: str(e)[-40:])
-def test_out_of_memory_walks_down_and_trips_nothing(call, pair, happened, fault):
+def test_out_of_memory_walks_down_and_trips_nothing(call, pair, emitted, fault):
     first, second = pair
     first.fault = fault
     x = rows()
     # the third in a row would move the choice: test_memory_pressure.py
     for _ in range(2):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     assert (first.calls, second.calls) == (2, 2) and not worlds.current().health
-    assert {e.reason.code for e in of(Fallback, happened)} == {Code.OUT_OF_MEMORY}
+    assert {e.reason.code for e in events_of(Fallback, emitted)} == {Code.OUT_OF_MEMORY}
 
 
 def test_out_of_memory_everywhere_is_an_error_that_says_so(call, pair):
     for fake in pair:
         fake.fault = torch.OutOfMemoryError("tried to allocate 2 GiB")
-    only("fake.first", "fake.second")
+    allow_only("fake.first", "fake.second")
     with pytest.raises(lz.errors.KernelExecutionError, match="ran out of memory") as raised:
         call(rows())
     assert raised.value.codes == (Code.OUT_OF_MEMORY,) * 2
@@ -310,7 +310,7 @@ def test_out_of_memory_everywhere_is_an_error_that_says_so(call, pair):
 # a sticky fault: the device is gone
 
 @pytest.mark.parametrize("text", STICKY)
-def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(call, pair, happened,
+def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(call, pair, emitted,
                                                                              text):
     first, second = pair
     first.fault = RuntimeError(text)
@@ -322,9 +322,9 @@ def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(cal
     # nothing else is worth trying on that device
     assert second.calls == 0
     assert [(e.kernel, e.state)
-            for e in of(HealthChanged, happened)] == [("fake.first", "disabled")]
+            for e in events_of(HealthChanged, emitted)] == [("fake.first", "disabled")]
     first.fault = None
-    torch.testing.assert_close(call(x), normed(x))         # on a device that still works
+    torch.testing.assert_close(call(x), normalized(x))         # on a device that still works
     assert (first.calls, second.calls) == (1, 1)
     assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.first")] == [
         Code.BACKEND_DISABLED]
@@ -356,12 +356,12 @@ def test_what_an_error_means(error, kind):
 
 # a kernel that gave up waiting
 
-def test_a_timeout_counts_and_the_next_serves(call, pair, happened):
+def test_a_timeout_counts_and_the_next_serves(call, pair, emitted):
     first, second = pair
     first.fault = TimeoutError("no answer from the worker within 2 s")
     x = rows()
-    torch.testing.assert_close(call(x), normed(x))
-    (event,) = of(Fallback, happened)
+    torch.testing.assert_close(call(x), normalized(x))
+    (event,) = events_of(Fallback, emitted)
     assert event.reason.code is Code.KERNEL_TIMEOUT and "None" not in event.reason.message
     assert faults_of("fake.first") == 1 and second.calls == 1
 
@@ -371,7 +371,7 @@ def test_a_timeout_counts_and_the_next_serves(call, pair, happened):
 def test_when_all_fail_the_error_lists_each(call, pair):
     first, second = pair
     second.fault = ValueError("worse")
-    only("fake.first", "fake.second")
+    allow_only("fake.first", "fake.second")
     with pytest.raises(lz.errors.KernelExecutionError) as raised:
         call(rows())
     text = str(raised.value)
@@ -381,7 +381,7 @@ def test_when_all_fail_the_error_lists_each(call, pair):
 
 def test_when_none_may_serve_the_error_lists_each_with_its_reasons(call):
     register(Fake(requires=(at_most("hidden", 4),)))
-    only("fake.one")
+    allow_only("fake.one")
     with pytest.raises(lz.errors.NoKernelFoundError) as raised:
         call(rows())
     text = str(raised.value)
@@ -423,7 +423,7 @@ def test_a_named_kernel_that_fails_is_not_replaced(call, pair):
 
 def test_a_named_library_may_use_each_of_its_kernels(call, pair):
     x = rows()
-    torch.testing.assert_close(call(x, backend="fake"), normed(x))
+    torch.testing.assert_close(call(x, backend="fake"), normalized(x))
     assert pair[1].calls == 1
     pair[1].fault = ValueError("too")
     with pytest.raises(lz.errors.KernelExecutionError, match=r"fake\.second"):
@@ -487,9 +487,9 @@ def test_a_library_function_is_called_without_a_frame_between(path, op, how, mor
 
     lz.register(lz.Kernel("fake.direct", lz.op(op), load, prior=1e6, less_work="a test"))
     call, x = path_of(op, path), rows()
-    given = (x,) if op == "rms_norm" else (x, x)
+    inputs = (x,) if op == "rms_norm" else (x, x)
     for _ in range(3):
-        got, expected = call(*given, eps=0.5), want(x * 2, x + 0.5)
+        got, expected = call(*inputs, eps=0.5), want(x * 2, x + 0.5)
         assert type(got) is type(expected)
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b)
@@ -507,7 +507,7 @@ def test_a_kernel_may_call_its_own_op_while_it_loads_and_while_it_runs(call):
     lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6, less_work="a test"))
     x = rows()
     for _ in range(2):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     assert lz.which("rms_norm", x) == "fake.nested"
 
 
@@ -536,10 +536,10 @@ def test_a_kernel_taken_away_while_it_runs_finishes_its_call(call):
     worker.start()
     assert entered.wait(60)
     lz.unregister("fake.one")
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     leave.set()
     worker.join(60)
-    torch.testing.assert_close(out[0], normed(x))
+    torch.testing.assert_close(out[0], normalized(x))
 
 
 def test_a_kernel_taken_away_while_it_fails_is_replaced_all_the_same(call):
@@ -553,25 +553,26 @@ def test_a_kernel_taken_away_while_it_fails_is_replaced_all_the_same(call):
     lz.unregister("fake.one")
     leave.set()
     worker.join(60)
-    torch.testing.assert_close(out[0], normed(x))
+    torch.testing.assert_close(out[0], normalized(x))
     assert not worlds.current().health
 
 
 def test_the_two_paths_are_one_function_to_the_outside():
     for op in (RMS_NORM, ATTENTION):
-        found = dispatcher_of(op.name)
-        for fn in (found.python_call, found.public, op.name):
+        dispatcher = dispatcher_of(op.name)
+        for fn in (dispatcher.python_call, dispatcher.public, op.name):
             assert lz.which(fn, **op.inputs()) in {k.id for k in worlds.current().kernels(op.name)}
-        names = [p for p in inspect.signature(found.public).parameters
+        names = [p for p in inspect.signature(dispatcher.public).parameters
                  if p not in ("backend", "policy")]
         assert names == [p.name for p in op.params]
-        assert found.public.__name__ == op.name and found.public.__doc__ == op.reference.__doc__
+        assert (dispatcher.public.__name__ == op.name
+                and dispatcher.public.__doc__ == op.reference.__doc__)
 
 
 def test_without_the_native_path_everything_is_the_same():
-    said = python("""
+    output = python("""
         import torch, layerzero as lz
-        from helpers import Fake, register, rows, normed
+        from helpers import Fake, register, rows, normalized
         from layerzero.operate.inspection import dispatcher_of
         from layerzero.dispatch import native
         assert native.module() is None and dispatcher_of("rms_norm").native is None
@@ -579,11 +580,11 @@ def test_without_the_native_path_everything_is_the_same():
         register(Fake("fake.first", fault=RuntimeError("boom")), second := Fake("fake.second", prior=1e5))
         x = rows()
         for _ in range(3):
-            torch.testing.assert_close(lz.rms_norm(x), normed(x))
+            torch.testing.assert_close(lz.rms_norm(x), normalized(x))
         assert second.calls == 3 and lz.explain("rms_norm", x).why_not("fake.first")
         print(native.status().text, lz.doctor().ok, sep="|")
         """, LAYERZERO_NATIVE="0")
-    text, ok = said.split("|")
+    text, ok = output.split("|")
     assert "switched off" in text and ok == "False"        # not ok: a breaker is open
 
 

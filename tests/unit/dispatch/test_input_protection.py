@@ -14,8 +14,8 @@ from helpers import (
     ATTENTION,
     RMS_NORM,
     Fake,
+    events_of,
     faults_of,
-    of,
     path_of,
     python,
     qkv,
@@ -91,15 +91,15 @@ class Returns(Fake):
 # inputs that were changed by a kernel that failed
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_nothing_is_answered_from_inputs_that_the_first_call_has_damaged(damage, path, happened):
+def test_nothing_is_answered_from_inputs_that_the_first_call_has_damaged(damage, path, emitted):
     vandal = Vandal(damage)
     register(vandal)
     call, x = path_of(RMS_NORM, path), rows()
     with pytest.raises(lz.errors.InputDamaged,
                        match=r"fake\.vandal failed .*lost my way.* changed x"):
         call(x)
-    assert not of(Fallback, happened) and faults_of("fake.vandal") == 1
-    (refused,) = of(KernelRefused, happened)
+    assert not events_of(Fallback, emitted) and faults_of("fake.vandal") == 1
+    (refused,) = events_of(KernelRefused, emitted)
     assert refused.kernel == "fake.vandal" and refused.reason.code is Code.INPUT_CHANGED
     x = rows()
     # another serves, and the vandal is not asked
@@ -119,11 +119,11 @@ def test_the_error_is_of_our_tree_and_says_what_to_do(path):
             and isinstance(caught.value.__cause__.fault, RuntimeError))
 
 
-def test_a_kernel_that_fails_without_touching_anything_is_followed_as_ever(path, happened):
+def test_a_kernel_that_fails_without_touching_anything_is_followed_as_ever(path, emitted):
     register(Fake("fake.broken", fault=RuntimeError("no")))
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
-    assert len(of(Fallback, happened)) == 1 and not of(KernelRefused, happened)
+    assert len(events_of(Fallback, emitted)) == 1 and not events_of(KernelRefused, emitted)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -212,14 +212,14 @@ def overlapping():
 def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
     register(Vandal(by_pointer))
     x = make().to(dtype) if dtype is not torch.float32 else make()
-    kept = x.clone()
+    original = x.clone()
     with pytest.raises(lz.errors.InputDamaged):
         path_of(RMS_NORM, path)(x)
-    assert not torch.equal(x, kept)
+    assert not torch.equal(x, original)
     lz.unregister("fake.vandal")
     # and left alone it is not accused
     register(Fake("fake.broken", fault=RuntimeError("no")))
-    torch.testing.assert_close(path_of(RMS_NORM, path)(kept), RMS_NORM.reference(kept))
+    torch.testing.assert_close(path_of(RMS_NORM, path)(original), RMS_NORM.reference(original))
 
 
 def test_whole_numbers_are_protected_too(path):
@@ -264,11 +264,11 @@ def test_of_a_large_tensor_both_ends_and_all_parts_are_sampled(view):
     assert sampled.nbytes <= protection.SAMPLE_BYTES + protection.BLOCK_BYTES
 
 
-def test_the_second_kernel_of_a_plan_may_be_the_vandal(path, happened):
+def test_the_second_kernel_of_a_plan_may_be_the_vandal(path, emitted):
     register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7), Vandal(by_data))
     with pytest.raises(lz.errors.InputDamaged, match=r"fake\.vandal"):
         path_of(RMS_NORM, path)(rows())
-    assert not of(Fallback, happened)
+    assert not events_of(Fallback, emitted)
 
 
 def test_out_of_memory_after_half_a_write_is_damage_too(path):
@@ -362,14 +362,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_result_is_caught_on_first_use_and_the_next_kernel_serves(what, path, happened):
+def test_a_wrong_result_is_caught_on_first_use_and_the_next_kernel_serves(what, path, emitted):
     odd = Returns(WRONG[what])
     register(odd)
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(5):
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
     assert odd.calls == 1 and faults_of("fake.odd") == 1
-    (fallback,) = of(Fallback, happened)
+    (fallback,) = events_of(Fallback, emitted)
     assert fallback.reason.code is Code.WRONG_RESULT
     call(rows(300, 16))                                    # another kind of call: another first use
     assert odd.calls == 2
@@ -384,7 +384,7 @@ def test_a_named_kernel_with_a_wrong_result_raises(path):
         call(rows(), backend="fake.odd")
 
 
-def test_too_few_and_too_many_results(path, happened):
+def test_too_few_and_too_many_results(path, emitted):
     for make in (lambda got: got["query"].clone(), lambda got: (got["query"].clone(),) * 3,
                  lambda got: (got["query"].clone(), got["query"].clone())):
         register(Returns(make, ATTENTION))
@@ -393,14 +393,14 @@ def test_too_few_and_too_many_results(path, happened):
         torch.testing.assert_close(out, ATTENTION.reference(q, k, v))
         assert lse.shape == (1, 2, 8)
         lz.unregister("fake.odd")
-    assert {e.reason.code for e in of(Fallback, happened)} == {Code.WRONG_RESULT}
+    assert {e.reason.code for e in events_of(Fallback, emitted)} == {Code.WRONG_RESULT}
 
 
-def test_the_kernel_that_is_tried_next_is_looked_at_too(path, happened):
+def test_the_kernel_that_is_tried_next_is_looked_at_too(path, emitted):
     register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7), Returns(WRONG["None"]))
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
-    (fallback,) = of(Fallback, happened)
+    (fallback,) = events_of(Fallback, emitted)
     assert (fallback.kernel == "fake.broken"
             and fallback.served_by not in ("fake.odd", "fake.broken"))
 
@@ -409,11 +409,11 @@ def test_what_is_proven_runs_without_a_wrapper(path):
     register(Fake("fake.good"))
     call, x = path_of(RMS_NORM, path), rows()
     call(x)
-    found = dispatcher_of("rms_norm")
-    entry = next(e for e in found.cache.table.values() if e.plan.kernel == "fake.good")
+    dispatcher = dispatcher_of("rms_norm")
+    entry = next(e for e in dispatcher.cache.table.values() if e.plan.kernel == "fake.good")
     assert not isinstance(entry.run, protection.Guard)
     if path == "native":
-        assert found.native.compiled.lookup(x) is entry
+        assert dispatcher.native.compiled.lookup(x) is entry
 
 
 def test_torch_s_own_kernels_run_with_nothing_around_them(world):
@@ -446,7 +446,7 @@ def test_threads_that_come_before_the_first_use_is_judged_get_no_wrong_result(pa
     assert len(results) == 8 and all(r.shape == x.shape for r in results)
 
 
-def test_a_candidate_that_is_being_learned_is_looked_at(path, happened):
+def test_a_candidate_that_is_being_learned_is_looked_at(path, emitted):
     """Its first use is an exploring call: what it returns reaches nobody."""
     lz.configure(learn=True)
     odd = Returns(WRONG["another shape"], prior=1e6, less_work="")
@@ -467,7 +467,7 @@ def test_a_candidate_that_is_being_learned_is_looked_at(path, happened):
     learning.reset()
 
 
-def test_a_kernel_that_compiled_in_the_background_and_is_wrong_never_takes_over(happened):
+def test_a_kernel_that_compiled_in_the_background_and_is_wrong_never_takes_over(emitted):
     odd = Returns(WRONG["another dtype"], jit=True, package="torch")
     register(odd)
     x = rows(5, 32)
@@ -512,7 +512,7 @@ def test_an_op_may_declare_what_it_writes_into(world):
               in_place=("y",))
 
 
-def test_a_table_s_choice_is_looked_at_like_any_other(path, happened):
+def test_a_table_s_choice_is_looked_at_like_any_other(path, emitted):
     odd = Returns(WRONG["another shape"])
     register(odd)
     x, weight = rows(4, 64), torch.ones(64)
@@ -520,5 +520,5 @@ def test_a_table_s_choice_is_looked_at_like_any_other(path, happened):
              "weight": lz.testing.TensorSpec((64,), "float32")}
     lz.tables.use_table(lz.tables.solve([lz.testing.Call("rms_norm", specs)], device="cpu"))
     torch.testing.assert_close(path_of(RMS_NORM, path)(x, weight), RMS_NORM.reference(x, weight))
-    assert odd.calls == 1 and of(Selected, happened)[-1].kernel == "fake.odd"
-    assert [e.reason.code for e in of(Fallback, happened)] == [Code.WRONG_RESULT]
+    assert odd.calls == 1 and events_of(Selected, emitted)[-1].kernel == "fake.odd"
+    assert [e.reason.code for e in events_of(Fallback, emitted)] == [Code.WRONG_RESULT]

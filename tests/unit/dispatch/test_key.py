@@ -10,7 +10,7 @@ import random
 import pytest
 import synthetic
 import torch
-from helpers import qkv
+from helpers import events_of, path_of, qkv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import EDGES, MAKERS, neighbour, register_synthetic, synthetic_sweeps, tensor
@@ -21,6 +21,7 @@ from layerzero.dispatch import facts as reading
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.selection.key import compile_key
 from layerzero.spec.errors import InvalidCall
+from layerzero.spec.event import Selected
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
 from layerzero.spec.rules import at_least, at_most
 from layerzero.world import snapshot as worlds
@@ -37,25 +38,25 @@ def op(request, world):
 
 
 def key(op, *args, **kwargs):
-    found = dispatcher_of(op)
-    found.ensure_world()
-    return found.key_of(*found.order_arguments(args, kwargs))
+    dispatcher = dispatcher_of(op)
+    dispatcher.ensure_world()
+    return dispatcher.key_of(*dispatcher.order_arguments(args, kwargs))
 
 
 def verdicts(op, call):
     """What every rule that could ever be asked says of the call; or the caller's mistake."""
-    found = dispatcher_of(op)
-    named = dict(zip(found.names, found.order_arguments(*call)))
+    dispatcher = dispatcher_of(op)
+    named = dict(zip(dispatcher.names, dispatcher.order_arguments(*call)))
     try:
-        facts = reading.read(found.op, named)
+        facts = reading.read(dispatcher.op, named)
     except InvalidCall as e:
         return e.codes
     device = worlds.current().device("cpu").facts()
     ours = [k for k in worlds.current().kernels(op) if not any(
         r.check(device) for r in k.requires if all(leaf.fact == "device" for leaf in r.leaves()))]
-    rules = [*found.op.requires, *(r for k in ours for r in k.requires)]
-    said = [rule.check({**device, **facts}) is None for rule in rules]
-    return (*said, facts["grad"], facts["dtype"], facts["tensor_kind"])
+    rules = [*dispatcher.op.requires, *(r for k in ours for r in k.requires)]
+    allowed = [rule.check({**device, **facts}) is None for rule in rules]
+    return (*allowed, facts["grad"], facts["dtype"], facts["tensor_kind"])
 
 
 def described(call):
@@ -80,13 +81,13 @@ def test_no_two_of_many_calls_share_a_key_and_differ_in_a_verdict(op):
     drawn = ((call, neighbour(rng, call)) for call in (MAKERS[op](rng) for _ in range(1000)))
     for pair in itertools.chain(swept, drawn):
         for each in pair:
-            found = key(op, *each[0], **each[1])
-            if found is None:
+            call_key = key(op, *each[0], **each[1])
+            if call_key is None:
                 continue
-            said = verdicts(op, each)
-            first = known.setdefault(found, (said, each))
+            allowed = verdicts(op, each)
+            first = known.setdefault(call_key, (allowed, each))
             shared += first[1] is not each
-            assert first[0] == said, f"{described(first[1])}\nand {described(each)}\nshare a key"
+            assert first[0] == allowed, f"{described(first[1])}\nand {described(each)}\nshare a key"
     assert shared > 60, "the calls were too different to prove anything"
 
 
@@ -103,10 +104,10 @@ def test_a_neighbour_with_the_same_key_has_the_same_verdicts(op, rng):
 @pytest.fixture(scope="module")
 def sweeps():
     """Calls of the awkward op, each with all its facts."""
-    found, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
+    dispatcher, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
     calls = [*synthetic_sweeps(), *(MAKERS["synthetic"](rng) for _ in range(100))]
-    named = [(call, found.order_arguments(*call)) for call in calls]
-    return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values))))
+    named = [(call, dispatcher.order_arguments(*call)) for call in calls]
+    return [(call, values, reading.read(synthetic.OP, dict(zip(dispatcher.names, values))))
             for call, values in named]
 
 
@@ -115,20 +116,20 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
     """With only this rule in force nothing but its own tests can split the key."""
     lz.register(synthetic.OP)
     lz.register(synthetic.kernel("synthetic.one", requires=(rule,)))
-    found = dispatcher_of("synthetic")
-    found.ensure_world()
+    dispatcher = dispatcher_of("synthetic")
+    dispatcher.ensure_world()
     known: dict = {}
-    said = set()
+    allowed = set()
     for call, values, facts in sweeps:
-        key = found.key_of(*values)
+        key = dispatcher.key_of(*values)
         if key is not None:
             verdict = rule.check(facts) is None
-            said.add(verdict)
+            allowed.add(verdict)
             first = known.setdefault(key, (verdict, call))
             assert first[0] == verdict, (
                 f"{described(first[1])}\nand {described(call)}\nshare a key under {rule}")
     constant = next(rule.leaves()).fact in ("deterministic", "x.device")
-    assert constant or said == {True, False}, "the calls never made this rule change its mind"
+    assert constant or allowed == {True, False}, "the calls never made this rule change its mind"
 
 
 @steady
@@ -143,8 +144,8 @@ def test_any_number_of_thresholds(world, rng, limits):
         known: dict = {}
         for n in {n for limit in limits for n in (limit - 1, limit, limit + 1) if n >= 0}:
             call = (tensor(rng, (n, 2), style="plain"), tensor(rng, (n, 3), style="plain"))
-            said = [rule.check({"seq": n}) is None for rule in rules]
-            assert known.setdefault(key("synthetic", *call), said) == said
+            allowed = [rule.check({"seq": n}) is None for rule in rules]
+            assert known.setdefault(key("synthetic", *call), allowed) == allowed
     finally:
         lz.unregister("synthetic")
 
@@ -152,17 +153,18 @@ def test_any_number_of_thresholds(world, rng, limits):
 def test_the_generated_reader_says_what_the_careful_one_says(op):
     """The facts of an ordinary call come from generated code; they must be those of facts.read,
     mistakes included."""
-    found, rng = dispatcher_of(op), random.Random(8)
-    found.ensure_world()
+    dispatcher, rng = dispatcher_of(op), random.Random(8)
+    dispatcher.ensure_world()
     ordinary = 0
     for _ in range(400):
         call = MAKERS[op](rng)
-        values = found.order_arguments(*call)
-        quick = found.facts_of(*values)
-        assert (quick is None) == (found.key_of(*values) is None)
+        values = dispatcher.order_arguments(*call)
+        quick = dispatcher.facts_of(*values)
+        assert (quick is None) == (dispatcher.key_of(*values) is None)
         if quick is not None:
             ordinary += 1
-            careful = reading.read(found.op, dict(zip(found.names, values)), found.program.needed)
+            careful = reading.read(dispatcher.op, dict(zip(dispatcher.names, values)),
+                                   dispatcher.program.needed)
             assert quick == careful, described(call)
     assert ordinary > 200
 
@@ -181,17 +183,13 @@ def test_a_kv_cache_that_grows_inside_a_bucket_keeps_its_key():
         assert lengths == list(range(bucket_bottom(lengths[0]), lengths[-1] + 1))
 
 
-def test_a_decode_loop_selects_once_per_bucket(world, happened, path):
-    from helpers import of, path_of
-
-    from layerzero.spec.event import Selected
-
+def test_a_decode_loop_selects_once_per_bucket(world, emitted, path):
     run = path_of("attention", path)
     q = torch.randn(1, 2, 1, 16)
     for n in range(33, 129):
         k = torch.randn(1, 2, n, 16)
         run(q, k, k, is_causal=True, causal_align="bottom_right")
-    assert len(of(Selected, happened)) == 4, "33-48, 49-64, 65-96, 97-128"
+    assert len(events_of(Selected, emitted)) == 4, "33-48, 49-64, 65-96, 97-128"
 
 
 def test_sizes_that_validity_needs_are_kept_exactly():
@@ -233,7 +231,6 @@ def test_a_policy_rule_with_a_number_splits_the_key(world):
 
 
 def test_a_context_override_with_a_number_splits_the_key(world, path):
-    from helpers import path_of
     run = path_of("attention", path)
     short, long = qkv(2, 700), qkv(2, 701)
     assert key("attention", *short) == key("attention", *long)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ATTENTION, of, path_of, python, qkv
+from helpers import ATTENTION, events_of, path_of, python, qkv
 
 import layerzero as lz
 from layerzero.spec.event import Adapted, Selected
@@ -30,58 +30,58 @@ def values(dtype: str = "float32", **case: Any) -> dict[str, Any]:
     return PAGED.inputs(**case, dtype=getattr(torch, dtype))
 
 
-def bytes_read(given: dict[str, Any], name: str) -> int:
-    page = given[name][0]
-    return given["block_table"].numel() * page.numel() * given["query"].itemsize
+def bytes_read(inputs: dict[str, Any], name: str) -> int:
+    page = inputs[name][0]
+    return inputs["block_table"].numel() * page.numel() * inputs["query"].itemsize
 
 
 @each_mixture
 def test_without_leave_it_is_refused_with_advice(path, dtype, stored):
-    given = values(dtype, stored=stored)
+    inputs = values(dtype, stored=stored)
     with pytest.raises(lz.errors.InvalidCall) as refused:
-        path_of(PAGED, path)(**given)
+        path_of(PAGED, path)(**inputs)
     assert set(refused.value.codes) == {Code.KV_CACHE_DTYPE_MISMATCH}
     for word in (dtype, stored, "allow_adaptation: true", "scales"):
         assert word in str(refused.value)
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
-        lz.explain("paged_attention", **given)
+        lz.explain("paged_attention", **inputs)
 
 
 @each_mixture
 @pytest.mark.parametrize("case", [{}, {"lengths_q": (3, 1, 9), "layout": "HND"},
                                   {"lse": True, "lengths_q": (2, 5, 1)}],
                          ids=["decode", "prefill", "lse"])
-def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, happened, dtype, stored, case):
-    given = values(dtype, stored=stored, **case)
+def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, emitted, dtype, stored, case):
+    inputs = values(dtype, stored=stored, **case)
     lz.configure(allow_adaptation=True)
     call = path_of(PAGED, path)
-    cast = {**given, **{n: given[n].to(given["query"].dtype) for n in CACHES}}
+    cast = {**inputs, **{n: inputs[n].to(inputs["query"].dtype) for n in CACHES}}
     want = call(**cast)
-    assert not of(Adapted, happened)
+    assert not events_of(Adapted, emitted)
     # every time, not only where a choice is made
     for _ in range(3):
         # another kernel may serve what had to be cast
-        torch.testing.assert_close(call(**given), want, atol=1e-2, rtol=2e-2)
-    told = of(Adapted, happened)
+        torch.testing.assert_close(call(**inputs), want, atol=1e-2, rtol=2e-2)
+    events = events_of(Adapted, emitted)
     assert [(e.op, e.transforms)
-            for e in told] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3
+            for e in events] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3
 
 
-def test_only_the_cache_that_differs_is_cast(happened):
-    given = values(stored="")
-    given["value_cache"] = given["value_cache"].bfloat16()
+def test_only_the_cache_that_differs_is_cast(emitted):
+    inputs = values(stored="")
+    inputs["value_cache"] = inputs["value_cache"].bfloat16()
     lz.configure(allow_adaptation=True)
-    want = lz.paged_attention(**{**given, "value_cache": given["value_cache"].float()})
-    torch.testing.assert_close(lz.paged_attention(**given), want)
-    assert [e.transforms for e in of(Adapted, happened)] == [("cast(value_cache)",)]
+    want = lz.paged_attention(**{**inputs, "value_cache": inputs["value_cache"].float()})
+    torch.testing.assert_close(lz.paged_attention(**inputs), want)
+    assert [e.transforms for e in events_of(Adapted, emitted)] == [("cast(value_cache)",)]
 
 
 def test_explain_shows_the_cast_and_what_it_costs():
-    given = values(stored="bfloat16", lengths_q=(3, 1, 9))
-    fitting = {**given, "key_scale": torch.ones(()), "value_scale": torch.ones(())}
+    inputs = values(stored="bfloat16", lengths_q=(3, 1, 9))
+    fitting = {**inputs, "key_scale": torch.ones(()), "value_scale": torch.ones(())}
     lz.configure(allow_adaptation=True)
-    plan, plain = (lz.explain("paged_attention", **v) for v in (given, fitting))
-    casts = tuple(Transform("cast", n, bytes_read(given, n)) for n in CACHES)
+    plan, plain = (lz.explain("paged_attention", **v) for v in (inputs, fitting))
+    casts = tuple(Transform("cast", n, bytes_read(inputs, n)) for n in CACHES)
     assert plan.kernel and [s.kernel for s in plan.steps] == [s.kernel for s in plain.steps]
     for step, as_given in zip(plan.steps, plain.steps):
         assert step.transforms == (*casts, *as_given.transforms)
@@ -92,30 +92,30 @@ def test_explain_shows_the_cast_and_what_it_costs():
 
 
 def test_what_is_cast_are_the_pages_of_the_table_not_the_pool():
-    given = values(stored="bfloat16", context=(20, 7))
-    small = lz.explain("paged_attention", **given,
+    inputs = values(stored="bfloat16", context=(20, 7))
+    small = lz.explain("paged_attention", **inputs,
                        policy={"allow_adaptation": True}).steps[0].transforms
-    roomy = {n: torch.cat((given[n], given[n].new_zeros((500, *given[n].shape[1:]))))
+    roomy = {n: torch.cat((inputs[n], inputs[n].new_zeros((500, *inputs[n].shape[1:]))))
              for n in CACHES}
-    large = lz.explain("paged_attention", **{**given, **roomy},
+    large = lz.explain("paged_attention", **{**inputs, **roomy},
                        policy={"allow_adaptation": True}).steps[0].transforms
     assert small == large and small[0].bytes < roomy["key_cache"].nbytes
 
 
 @pytest.mark.parametrize("layer", ["call", "context"])
-def test_leave_may_be_given_for_one_call_or_a_block(path, happened, layer):
-    given = values(stored="float16")
+def test_leave_may_be_given_for_one_call_or_a_block(path, emitted, layer):
+    inputs = values(stored="float16")
     call = path_of(PAGED, path)
-    want = call(**{**given, **{n: given[n].float() for n in CACHES}})
+    want = call(**{**inputs, **{n: inputs[n].float() for n in CACHES}})
     if layer == "call":
-        got = call(**given, policy={"allow_adaptation": True})
+        got = call(**inputs, policy={"allow_adaptation": True})
     else:
         with lz.prefer(allow_adaptation=True):
-            got = call(**given)
+            got = call(**inputs)
     torch.testing.assert_close(got, want)
-    assert len(of(Adapted, happened)) == 1
+    assert len(events_of(Adapted, emitted)) == 1
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
-        call(**given)
+        call(**inputs)
 
 
 def test_strict_mode_wins(path):
@@ -125,13 +125,13 @@ def test_strict_mode_wins(path):
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_a_quantized_cache_without_its_scales_stays_refused(path, happened, stored):
-    given = values(stored=stored, scales="one")
+def test_a_quantized_cache_without_its_scales_stays_refused(path, emitted, stored):
+    inputs = values(stored=stored, scales="one")
     lz.configure(allow_adaptation=True)
-    path_of(PAGED, path)(**given)                          # with them it needs no leave
+    path_of(PAGED, path)(**inputs)                          # with them it needs no leave
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
-        path_of(PAGED, path)(**{**given, "value_scale": None})
-    assert not of(Adapted, happened)
+        path_of(PAGED, path)(**{**inputs, "value_scale": None})
+    assert not events_of(Adapted, emitted)
 
 
 def test_another_mistake_beside_it_is_not_adapted(path):
@@ -143,25 +143,26 @@ def test_another_mistake_beside_it_is_not_adapted(path):
 
 @pytest.mark.parametrize("kernel", ["torch.paged_gather", "torch.paged_pieces",
                                     "reference.paged_attention"])
-def test_a_kernel_may_be_named(kernel, happened):
-    given = values(stored="bfloat16")
+def test_a_kernel_may_be_named(kernel, emitted):
+    inputs = values(stored="bfloat16")
     lz.configure(allow_adaptation=True)
-    want = lz.paged_attention(**{**given, **{n: given[n].float() for n in CACHES}}, backend=kernel)
-    torch.testing.assert_close(lz.paged_attention(**given, backend=kernel), want)
-    assert {e.kernel for e in of(Selected, happened)} == {kernel}
+    want = lz.paged_attention(**{**inputs, **{n: inputs[n].float() for n in CACHES}},
+                              backend=kernel)
+    torch.testing.assert_close(lz.paged_attention(**inputs, backend=kernel), want)
+    assert {e.kernel for e in events_of(Selected, emitted)} == {kernel}
 
 
 def test_gradients_flow_to_the_cache_as_it_was_given():
-    given = values(stored="bfloat16")
+    inputs = values(stored="bfloat16")
     # gaps are never read, inf or not
-    given["key_cache"] = given["key_cache"].nan_to_num(posinf=0.0).requires_grad_()
+    inputs["key_cache"] = inputs["key_cache"].nan_to_num(posinf=0.0).requires_grad_()
     lz.configure(allow_adaptation=True)
-    lz.paged_attention(**given).square().sum().backward()
-    got = given["key_cache"].grad
+    lz.paged_attention(**inputs).square().sum().backward()
+    got = inputs["key_cache"].grad
     assert got.dtype == torch.bfloat16
-    wide = given["key_cache"].detach().float().requires_grad_()
-    lz.paged_attention(**{**given, "key_cache": wide,
-                          "value_cache": given["value_cache"].float()}).square().sum(
+    wide = inputs["key_cache"].detach().float().requires_grad_()
+    lz.paged_attention(**{**inputs, "key_cache": wide,
+                          "value_cache": inputs["value_cache"].float()}).square().sum(
         ).backward()
     torch.testing.assert_close(got, wide.grad.bfloat16())
 
@@ -170,7 +171,7 @@ def test_gradients_flow_to_the_cache_as_it_was_given():
                                   {"kind": "chunked", "chunk_size": 8},
                                   {"kind": "contiguous", "sequences": 2, "max_len": 16}],
                          ids=lambda k: k["kind"])
-def test_a_cache_object_under_a_wider_query(happened, kind):
+def test_a_cache_object_under_a_wider_query(emitted, kind):
     cache = lz.kv_cache(**kind, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
     query, keys = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
     for _ in range(2):
@@ -184,7 +185,7 @@ def test_a_cache_object_under_a_wider_query(happened, kind):
     want = ATTENTION.reference(query, stored, stored, is_causal=True, layout="bshd")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert [e.transforms
-            for e in of(Adapted, happened)] == [("cast(key_cache)", "cast(value_cache)")]
+            for e in events_of(Adapted, emitted)] == [("cast(key_cache)", "cast(value_cache)")]
 
 
 def test_explain_shows_the_cast_of_mixed_dtypes_too():
@@ -196,9 +197,9 @@ def test_explain_shows_the_cast_of_mixed_dtypes_too():
 def test_mla_stays_refused(path):
     mla = lz.op("mla_paged_attention")
     lz.configure(allow_adaptation=True)
-    given = mla.inputs()
+    inputs = mla.inputs()
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
-        path_of(mla, path)(**{**given, "ckv_cache": given["ckv_cache"].half()})
+        path_of(mla, path)(**{**inputs, "ckv_cache": inputs["ckv_cache"].half()})
 
 
 def test_a_cache_attends_before_anyone_names_the_operation():

@@ -12,7 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, normed, of, only, path_of, python, register, rows
+from helpers import (
+    RMS_NORM,
+    Fake,
+    allow_only,
+    events_of,
+    faults_of,
+    normalized,
+    path_of,
+    python,
+    register,
+    rows,
+)
 
 import layerzero as lz
 from layerzero.dispatch import native, protection
@@ -60,7 +71,7 @@ def fakes(clock: Clock, **times: float) -> dict[str, Fake]:
     made = {name: Fake(f"fake.{name}", prior=1e6 - i, before=clock.takes(us))
             for i, (name, us) in enumerate(times.items())}
     register(*made.values())
-    only(*(fake.id for fake in made.values()))
+    allow_only(*(fake.id for fake in made.values()))
     return made
 
 
@@ -68,7 +79,7 @@ def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
     """Calls of one kind; the first makes the entry, and its candidates are ready before the second.
     """
     for i in range(calls):
-        torch.testing.assert_close((call or lz.rms_norm)(x), normed(x))
+        torch.testing.assert_close((call or lz.rms_norm)(x), normalized(x))
         if i == 0:
             assert learning.flush()
         if not learning._kinds:
@@ -77,29 +88,29 @@ def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
 
 
 def entry_of(x: torch.Tensor):
-    found = dispatchers["rms_norm"]
+    dispatcher = dispatchers["rms_norm"]
     lz.rms_norm(x)
-    return found.cache.table[found.key_of(*found.order_arguments((x,), {}))]
+    return dispatcher.cache.table[dispatcher.key_of(*dispatcher.order_arguments((x,), {}))]
 
 
 def is_learned(x: torch.Tensor) -> bool:
     return isinstance(entry_of(x).run, exploring.Exploring)
 
 
-def test_the_fastest_serves_when_it_is_settled(path, learn, clock, happened):
-    made = fakes(clock, first=100.0, slow=180.0, fast=60.0)
+def test_the_fastest_serves_when_it_is_settled(path, learn, clock, emitted):
+    candidates = fakes(clock, first=100.0, slow=180.0, fast=60.0)
     x, call = rows(), path_of("rms_norm", path)
     serve(x, call=call)
-    started, learned = of(LearningStarted, happened), of(Learned, happened)
+    started, learned = events_of(LearningStarted, emitted), events_of(Learned, emitted)
     assert [(e.kernel, set(e.candidates))
-            for e in started] == [("fake.first", {f.id for f in made.values()})]
+            for e in started] == [("fake.first", {f.id for f in candidates.values()})]
     assert [(e.kernel, e.clear) for e in learned] == [("fake.fast", True)]
     assert learned[0].calls <= 200 and learned[0].samples > 0 and "rows=3" in learned[0].kind
     assert lz.which("rms_norm", x) == "fake.fast"
-    before = [f.calls for f in made.values()]
+    before = [f.calls for f in candidates.values()]
     for _ in range(5):
         call(x)
-    assert [f.calls - n for f, n in zip(made.values(), before)] == [0, 0, 5]
+    assert [f.calls - n for f, n in zip(candidates.values(), before)] == [0, 0, 5]
 
 
 def test_after_that_the_entry_is_the_plain_binding(learn, clock):
@@ -107,47 +118,47 @@ def test_after_that_the_entry_is_the_plain_binding(learn, clock):
     x = rows()
     assert is_learned(x)
     serve(x)
-    entry, found = entry_of(x), dispatchers["rms_norm"]
+    entry, dispatcher = entry_of(x), dispatchers["rms_norm"]
     assert (not isinstance(entry.run, (exploring.Exploring, protection.Guard))
             and entry.binding.call is not None)
-    assert not is_learned(x) and learning.status().learning == 0 and found.cache.table
+    assert not is_learned(x) and learning.status().learning == 0 and dispatcher.cache.table
 
 
 def test_no_call_is_computed_twice_and_each_is_counted_for_who_served_it(path, learn, clock):
-    made = fakes(clock, first=100.0, slow=180.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, slow=180.0, fast=60.0)
     x, call = rows(), path_of("rms_norm", path)
     before = dict(lz.stats().calls.get("rms_norm", {}))
     for i in range(100):
         call(x)
         if i == 0:
             learning.flush()
-    assert sum(f.calls for f in made.values()) == 100
+    assert sum(f.calls for f in candidates.values()) == 100
     after = lz.stats().calls["rms_norm"]
-    assert {k: after.get(k, 0) - before.get(k, 0) for k in (f.id for f in made.values())} == {
-        f.id: f.calls for f in made.values()}
+    assert {k: after.get(k, 0) - before.get(k, 0) for k in (f.id for f in candidates.values())} == {
+        f.id: f.calls for f in candidates.values()}
 
 
 def test_what_it_cost_is_counted(learn, clock):
     fakes(clock, first=100.0, slow=180.0)
     x = rows()
     serve(x)
-    found = learning.status()
-    assert found.learned == 1 and found.explored >= 2
-    assert found.seconds == pytest.approx(found.explored * 80e-6, rel=0.01)
+    status = learning.status()
+    assert status.learned == 1 and status.explored >= 2
+    assert status.seconds == pytest.approx(status.explored * 80e-6, rel=0.01)
     assert (lz.stats().learning.learned == 1 and lz.stats().to_json()["learning"]["explored"]
-            == found.explored)
+            == status.explored)
     check = next(c for c in lz.doctor().checks if c.name == "learning")
     assert "1 are learned" in check.detail and "which cost" in check.detail
 
 
-def test_a_tie_goes_to_torch(learn, clock, happened):
+def test_a_tie_goes_to_torch(learn, clock, emitted):
     own = Fake("fake.own", baseline=True, before=clock.takes(100.0))
     other = Fake("fake.other", before=clock.takes(99.0))
     register(own, other)
-    only(own.id, other.id)
+    allow_only(own.id, other.id)
     x = rows()
     serve(x)
-    assert of(Learned, happened)[0].kernel == "fake.own"
+    assert events_of(Learned, emitted)[0].kernel == "fake.own"
     assert lz.which("rms_norm", x) == "fake.own"
 
 
@@ -171,22 +182,22 @@ def test_explain_says_that_it_is_being_learned(learn, clock):
 
 def test_the_budget_stops_exploring(learn, clock, monkeypatch):
     monkeypatch.setattr(exploring.account, "budget", trial.Budget(allowance_us=0.0, share=0.0))
-    made = fakes(clock, first=100.0, slow=150.0)
+    candidates = fakes(clock, first=100.0, slow=150.0)
     # guessed to be slower
     register(slower := Fake("fake.slower", prior=4e5, before=clock.takes(100.0)))
-    made["slower"] = slower
+    candidates["slower"] = slower
     x = rows(1024, 1024)
     for i in range(60):
         lz.rms_norm(x)
         if i == 0:
             learning.flush()
-    assert slower.calls == 0 and made["first"].calls + made["slow"].calls == 60
+    assert slower.calls == 0 and candidates["first"].calls + candidates["slow"].calls == 60
     # until its time was known: it was guessed to be as fast
-    assert made["slow"].calls <= 2
+    assert candidates["slow"].calls <= 2
 
 
 def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(learn, clock,
-                                                                              happened):
+                                                                              emitted):
     """Deciding takes longer than short calls: it would use up what they earn, for ever."""
     fakes(clock, first=100.0, fast=60.0)
     x, budget = rows(), exploring.account.budget
@@ -200,12 +211,12 @@ def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(le
     assert kind.trial.calls == before and kind.calls >= 500
     budget.count(lost_us=-2 * budget.allowance_us)
     serve(x)
-    [learned] = of(Learned, happened)
+    [learned] = events_of(Learned, emitted)
     assert learned.kernel == "fake.fast" and learned.calls > 500
 
 
 def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch,
-                                                                 happened):
+                                                                 emitted):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
     worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
     monkeypatch.setattr(exploring, "_cpu_time", worked)
@@ -216,10 +227,10 @@ def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, m
             clock.now += us / 1e6 + (next(waits) if wait else 0.0)
         return pass_time
 
-    made = fakes(clock, first=100.0, fast=60.0)
-    made["first"].before, made["fast"].before = takes(100.0, False), takes(60.0, True)
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    candidates["first"].before, candidates["fast"].before = takes(100.0, False), takes(60.0, True)
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
     assert learning.status().seconds == pytest.approx(0.0, abs=1e-4)
 
 
@@ -234,17 +245,17 @@ def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
     assert exploring.account.budget.total_us <= exploring.MAX_GAP * 1e6 + 1e3
 
 
-def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):
-    made = fakes(clock, first=100.0, fast=60.0)
-    usual, calls = made["fast"].before, [50_000.0]
+def test_a_first_call_that_takes_long_is_no_sample(learn, clock, emitted):
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    usual, calls = candidates["fast"].before, [50_000.0]
 
     def before() -> None:
         usual()
         clock.now += calls.pop() / 1e6 if calls else 0.0
 
-    made["fast"].before = before
+    candidates["fast"].before = before
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
 
 
 # whom it leaves alone
@@ -276,7 +287,7 @@ def test_never_with_gradients(learn, clock):
 
 
 def test_never_for_a_kernel_that_was_asked_for(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     with lz.prefer("fake.first"):
         for _ in range(20):
             lz.rms_norm(rows())
@@ -284,7 +295,7 @@ def test_never_for_a_kernel_that_was_asked_for(learn, clock):
         lz.rms_norm(rows(), backend="fake.first")
     lz.lock("rms_norm", "fake.first")
     serve(rows(), 20)
-    assert made["fast"].calls == 0
+    assert candidates["fast"].calls == 0
 
 
 @pytest.mark.parametrize("changed", [{"graph": True}, {"compiled": True}, {"grad": True},
@@ -292,19 +303,19 @@ def test_never_for_a_kernel_that_was_asked_for(learn, clock):
                                      {"device": "xpu"}])
 def test_never_in_another_mode(learn, clock, changed):
     fakes(clock, first=100.0, fast=60.0)
-    found, x = dispatchers["rms_norm"], rows()
+    dispatcher, x = dispatchers["rms_norm"], rows()
     lz.rms_norm(x)
     world = worlds.current()
-    plan = world.plan(found.op, found.facts(found.order_arguments((x,), {})))
-    assert learning._is_learnable(found.op, world, plan, None)
-    assert not learning._is_learnable(found.op, world,
+    plan = world.plan(dispatcher.op, dispatcher.facts(dispatcher.order_arguments((x,), {})))
+    assert learning._is_learnable(dispatcher.op, world, plan, None)
+    assert not learning._is_learnable(dispatcher.op, world,
                                       replace(plan, facts={**plan.facts, **changed}), None)
 
 
 def test_never_while_torch_traces(learn):
     traced = torch.compile(lambda x: lz.rms_norm(x), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(traced(rows()), normed(rows()))
+        torch.testing.assert_close(traced(rows()), normalized(rows()))
     learning.flush()
     assert learning.status() == (0, 0, 0, 0, 0.0, 0.0)
 
@@ -323,13 +334,13 @@ def test_never_with_a_kernel_that_would_compile_or_was_not_tested(learn, clock):
 
 
 def test_never_with_a_kernel_that_is_guessed_to_be_many_times_slower(learn, clock):
-    made = fakes(clock, first=100.0)
+    candidates = fakes(clock, first=100.0)
     register(slow := Fake("fake.slow", prior=1.0))
     x = rows(1024, 1024)
     for _ in range(30):
         lz.rms_norm(x)
         learning.flush()
-    assert slow.calls == 0 and made["first"].calls == 30
+    assert slow.calls == 0 and candidates["first"].calls == 30
 
 
 def test_a_kind_that_was_measured_is_not_learned(learn, clock):
@@ -342,18 +353,18 @@ def test_a_kind_that_was_measured_is_not_learned(learn, clock):
 
 # faults, threads, processes
 
-def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happened):
-    made = fakes(clock, first=100.0, broken=60.0, fast=80.0)
-    made["broken"].fault = ValueError("no luck")
+def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, emitted):
+    candidates = fakes(clock, first=100.0, broken=60.0, fast=80.0)
+    candidates["broken"].fault = ValueError("no luck")
     serve(rows(), call=path_of("rms_norm", path))
-    assert made["broken"].calls == 1
+    assert candidates["broken"].calls == 1
     assert faults_of("fake.broken") == 1 and faults_of("fake.first") == 0
-    assert [e.kernel for e in of(Fallback, happened)] == ["fake.broken"]
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert [e.kernel for e in events_of(Fallback, emitted)] == ["fake.broken"]
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
 
 
 @pytest.mark.parametrize("first_replayable", [False, True])
-def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, happened,
+def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, emitted,
                                                                             first_replayable):
     if native.module() is None:
         pytest.skip("nothing is replayed without the native path")
@@ -362,13 +373,13 @@ def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(lear
     broken = Fake("fake.broken", before=clock.takes(50.0), prior=1e6 - 2, replayable=True,
                   fault=ValueError("no luck"))
     register(first, fast, broken)
-    only(first.id, fast.id, broken.id)
+    allow_only(first.id, fast.id, broken.id)
     before = dict(lz.stats().calls.get("rms_norm", {}))
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
     assert broken.calls == 1 and faults_of("fake.broken") == 1
     assert [(e.kernel, e.served_by)
-            for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
+            for e in events_of(Fallback, emitted)] == [("fake.broken", "fake.first")]
     after = lz.stats().calls["rms_norm"]
     assert {f.id: after.get(f.id, 0) - before.get(f.id, 0) for f in (first, fast, broken)} == {
         # one of the first was a fallback
@@ -376,27 +387,27 @@ def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(lear
 
 
 def test_what_serves_anyway_may_fail_too(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
-    made["first"].fault = ValueError("no luck")
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    candidates["first"].fault = ValueError("no luck")
     x = rows()
     for _ in range(10):
-        torch.testing.assert_close(lz.rms_norm(x), normed(x))
+        torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert faults_of("fake.first") >= 1
 
 
 def test_a_candidate_that_cannot_be_loaded_is_left_out(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
 
     def load():
         raise ImportError("gone")
 
     lz.register(lz.Kernel("fake.gone", RMS_NORM, load, prior=1e6, less_work="none of it is real"))
     serve(rows())
-    assert "fake.gone" in worlds.current().unloadable and made["fast"].calls > 0
+    assert "fake.gone" in worlds.current().unloadable and candidates["fast"].calls > 0
 
 
-def test_several_threads_learn_one_kind_together(learn, clock, happened):
-    made = fakes(clock, first=100.0, slow=400.0, fast=50.0)
+def test_several_threads_learn_one_kind_together(learn, clock, emitted):
+    candidates = fakes(clock, first=100.0, slow=400.0, fast=50.0)
     x, wrong = rows(), []
     lz.rms_norm(x)
     learning.flush()
@@ -412,13 +423,13 @@ def test_several_threads_learn_one_kind_together(learn, clock, happened):
         t.start()
     for t in threads:
         t.join()
-    assert not wrong and sum(f.calls for f in made.values()) == 802
+    assert not wrong and sum(f.calls for f in candidates.values()) == 802
     learning.flush()
-    assert len(of(Learned, happened)) == 1 and learning.status().learning == 0
+    assert len(events_of(Learned, emitted)) == 1 and learning.status().learning == 0
 
 
 def test_a_call_does_not_wait_for_another_thread(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     x = rows()
     lz.rms_norm(x)
     learning.flush()
@@ -436,7 +447,7 @@ def test_a_call_does_not_wait_for_another_thread(learn, clock):
     for _ in range(5):
         lz.rms_norm(x)
     done.set(), other.join()
-    assert made["first"].calls == 6 and kind.trial.calls == 0
+    assert candidates["first"].calls == 6 and kind.trial.calls == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -462,7 +473,7 @@ def test_a_fork_in_the_middle(learn, clock):
 
 # the store and the world
 
-def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, happened):
+def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, emitted):
     fakes(clock, first=100.0, fast=60.0)
     first, second = rows(), rows(hidden=32)
     lz.rms_norm(first), lz.rms_norm(second)
@@ -471,10 +482,10 @@ def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, happen
     learning._worker._last = time.monotonic() + 60.0
     for _ in range(100):
         lz.rms_norm(first), lz.rms_norm(second)
-    assert not of(Learned, happened)
+    assert not events_of(Learned, emitted)
     learning.flush()
-    assert len(of(Learned, happened)) == 2
-    assert [e.cause for e in of(WorldPublished, happened)].count("measured") == 1
+    assert len(events_of(Learned, emitted)) == 2
+    assert [e.cause for e in events_of(WorldPublished, emitted)].count("measured") == 1
 
 
 def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, tmp_path):
@@ -489,45 +500,45 @@ def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, t
     if learning.status().unclear:
         pytest.skip("this machine is too busy to learn anything")
     assert plan.steps[0].score.source == "measured"
-    told = python(f"""
+    output = python(f"""
         import torch, layerzero as lz
         torch.set_num_threads({torch.get_num_threads()})
         plan = lz.explain("rms_norm", torch.randn(256, 512))
         print(plan.kernel, plan.steps[0].score.source, plan.steps[0].score.samples)
     """, LAYERZERO_PERFDB=str(tmp_path / "perf.sqlite"), LAYERZERO_SHIPPED_MEASUREMENTS="0",
-                  LAYERZERO_LEARN="1")
-    assert told == f"{plan.kernel} measured {plan.steps[0].score.samples}"
+                    LAYERZERO_LEARN="1")
+    assert output == f"{plan.kernel} measured {plan.steps[0].score.samples}"
 
 
-def test_what_is_written_says_what_selection_counts(learn, clock, happened):
+def test_what_is_written_says_what_selection_counts(learn, clock, emitted):
     """A copy of the inputs is timed with the kernel and counted apart."""
     first = Fake("fake.first", before=clock.takes(100.0), prior=2.0)
     copies = Fake("fake.copies", before=clock.takes(60.0), prior=1.9, requires=(contiguous("x"),))
     register(first, copies)
-    only(first.id, copies.id)
+    allow_only(first.id, copies.id)
     x = rows(64, 128)[:, ::2]
     serve(x)
-    assert of(Learned, happened)[0].kernel == "fake.copies"
+    assert events_of(Learned, emitted)[0].kernel == "fake.copies"
     step = next(s for s in lz.explain("rms_norm", x).steps if s.kernel == "fake.copies")
     assert step.score.transform_us > 0 and step.score.total_us == pytest.approx(60.0, rel=0.05)
 
 
-def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, happened):
+def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, emitted):
     monkeypatch.setattr(trial, "MAX_CALLS", 2)
     fakes(clock, first=100.0, fast=60.0)
     x = rows()
     serve(x, 10)
-    assert [e.clear for e in of(Learned, happened)] == [False]
+    assert [e.clear for e in events_of(Learned, emitted)] == [False]
     assert not is_learned(x) and learning.status().unclear == 1
     assert all(s.score.source != "measured" for s in lz.explain("rms_norm", x).steps)
 
 
 def test_switching_it_off_ends_it(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     x = rows()
     lz.rms_norm(x)
     learning.flush()
     lz.configure(learn=False)
     for _ in range(20):
         lz.rms_norm(x)
-    assert made["fast"].calls == 0 and learning.status().learning == 0
+    assert candidates["fast"].calls == 0 and learning.status().learning == 0

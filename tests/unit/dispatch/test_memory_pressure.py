@@ -9,7 +9,18 @@ import time
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, health_of, of, path_of, qkv, register, rows, wait_for
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    events_of,
+    health_of,
+    path_of,
+    qkv,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.machine import memory
@@ -50,7 +61,7 @@ def serving(op, kernel):
 
 # free memory falls, and comes back
 
-def test_a_remembered_greedy_kernel_is_reconsidered_when_memory_falls(path, free, happened):
+def test_a_remembered_greedy_kernel_is_reconsidered_when_memory_falls(path, free, emitted):
     greedy = Fake("fake.greedy", workspace=f"{GB}")
     register(greedy)
     call, x = path_of(RMS_NORM, path), rows()
@@ -173,7 +184,7 @@ def test_the_limit_of_a_container_is_the_limit(tmp_path, monkeypatch, files, wan
 
 # out of memory again and again
 
-def test_repeated_out_of_memory_moves_the_choice(path, happened):
+def test_repeated_out_of_memory_moves_the_choice(path, emitted):
     greedy, modest = Fake("fake.greedy", fault=torch.OutOfMemoryError("8 GiB")), Fake("fake.modest",
                                                                                       prior=1e5)
     register(greedy, modest)
@@ -181,8 +192,8 @@ def test_repeated_out_of_memory_moves_the_choice(path, happened):
     for _ in range(20):
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
     assert greedy.calls == 3 and modest.calls == 20
-    assert len(of(Fallback, happened)) == 3
-    (refused,) = of(KernelRefused, happened)
+    assert len(events_of(Fallback, emitted)) == 3
+    (refused,) = events_of(KernelRefused, emitted)
     assert refused.kernel == "fake.greedy" and refused.reason.code is Code.OUT_OF_MEMORY
     # its breaker has nothing to do with it
     assert health_of("fake.greedy") is None
@@ -283,7 +294,7 @@ def test_kinds_without_end_are_bounded(path, monkeypatch):
 
 # calls that hang
 
-def test_a_call_that_hangs_is_bounded_where_policy_says_so(path, happened):
+def test_a_call_that_hangs_is_bounded_where_policy_says_so(path, emitted):
     release = threading.Event()
     hanging = Fake("fake.hanging", before=lambda: release.wait(60))
     register(hanging)

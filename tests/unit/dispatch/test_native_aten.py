@@ -14,7 +14,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import outcome, qkv, rows, same
+from helpers import outcome, qkv, rows, same_outcome
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,11 +57,11 @@ def locked(both):
     """
     def find(op, *args, kernel=None, **kwargs):
         lz.lock(op, kernel or PLAIN[op])
-        found = both(op)
+        dispatcher = both(op)
         for _ in range(2):
-            found.public(*args, **kwargs)
-        assert found.native.compiled.kind(*args, **kwargs).startswith("aten::")
-        return found
+            dispatcher.public(*args, **kwargs)
+        assert dispatcher.native.compiled.kind(*args, **kwargs).startswith("aten::")
+        return dispatcher
 
     return find
 
@@ -71,26 +71,26 @@ def locked(both):
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_every_case_of_the_contract_is_the_same_by_both_paths(both, kernel):
     op, operator = KERNELS[kernel]
-    found, kinds = both(op), set()
+    dispatcher, kinds = both(op), set()
     wanted = worlds.current().catalog.by_id[kernel].torch
     if wanted and not satisfies(torch.__version__, wanted):
         pytest.skip(f"{kernel} is for torch {wanted}")
     lz.lock(op, kernel)
     for dtype in (torch.float32, torch.float64):
-        for case in found.op.cases:
-            values = found.op.inputs(**case, dtype=dtype)
+        for case in dispatcher.op.cases:
+            values = dispatcher.op.inputs(**case, dtype=dtype)
             if kernel == "torch.sdpa_flash_lse":
                 values["return_lse"] = True
             call = ((), values)
-            first = outcome(found.public, call)
+            first = outcome(dispatcher.public, call)
             if first[0] == "raised":
                 assert first[1] is NamedKernelRefused, first
                 continue
             if values.get("dropout_p"):
                 continue                       # drawn anew in each call
-            kinds.add(found.native.compiled.kind(**values))
-            assert (same(first, outcome(found.public, call))
-                    and same(first, outcome(found.python_call, call))), case
+            kinds.add(dispatcher.native.compiled.kind(**values))
+            assert (same_outcome(first, outcome(dispatcher.public, call))
+                    and same_outcome(first, outcome(dispatcher.python_call, call))), case
     assert operator in kinds and kinds <= {operator, "python", None}
 
 
@@ -98,10 +98,10 @@ def test_every_case_of_the_contract_is_the_same_by_both_paths(both, kernel):
 def test_gradients_are_the_same_by_both_paths(locked, op):
     args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
             for a in plain(op, torch.float64)]
-    found = locked(op, *args)
+    dispatcher = locked(op, *args)
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    assert torch.autograd.gradcheck(lambda *_: found.public(*args), leaves)
-    outs = [run(*args) for run in (found.public, found.python_call)]
+    assert torch.autograd.gradcheck(lambda *_: dispatcher.public(*args), leaves)
+    outs = [run(*args) for run in (dispatcher.public, dispatcher.python_call)]
     assert type(outs[0].grad_fn) is type(outs[1].grad_fn)
     grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
     assert all(torch.equal(a, b) for a, b in zip(*grads))
@@ -116,20 +116,21 @@ def test_gradients_are_the_same_by_both_paths(locked, op):
     ("linear", {"activation": None}), ("rms_norm", {"offset": 1.0}), ("rms_norm", {"weight": None}),
     ("layer_norm", {"bias": None})])
 def test_odd_numbers_are_the_same_by_both_paths(locked, op, odd):
-    found = locked(op, *plain(op))
+    dispatcher = locked(op, *plain(op))
     lz.configure(breaker_threshold=10**9)
-    values = {**dict(zip((p.name for p in found.op.params), plain(op))), **odd}
+    values = {**dict(zip((p.name for p in dispatcher.op.params), plain(op))), **odd}
     for _ in range(2):
-        assert same(outcome(found.public, ((), values)), outcome(found.python_call, ((), values)))
+        assert same_outcome(outcome(dispatcher.public, ((), values)),
+                            outcome(dispatcher.python_call, ((), values)))
 
 
 def test_what_an_operator_throws_comes_out_as_pythons_own_exception(locked):
     """The values of ids are not in the key: the operator itself finds what is wrong, on a hit."""
     ids, weight = plain("embedding")
-    found = locked("embedding", ids, weight)
+    dispatcher = locked("embedding", ids, weight)
     bad = torch.tensor([1, 2, 9])
     caught = []
-    for run in (found.public, found.python_call):
+    for run in (dispatcher.public, dispatcher.python_call):
         with pytest.raises(InvalidCall) as error:
             run(bad, weight)
         caught.append((str(error.value), type(error.value.__cause__), str(error.value.__cause__)))
@@ -141,33 +142,33 @@ def test_an_error_of_autograd_is_the_same(locked):
     with torch.inference_mode():
         weight = torch.randn(5, 8)
     x = rows(3, 8)
-    found = locked("linear", x, weight)
+    dispatcher = locked("linear", x, weight)
     x.requires_grad_()
     lz.configure(breaker_threshold=10**9)
     compiled, python = (outcome(run, ((x, weight), {}))
-                        for run in (found.public, found.python_call))
+                        for run in (dispatcher.public, dispatcher.python_call))
     assert compiled == python and "Inference tensors cannot be saved for backward" in compiled[2]
 
 
 def test_a_warning_of_torch_is_a_warning_of_python(locked):
     x, weight = rows(3, 8), torch.randn(8, dtype=torch.float64)
-    found = locked("rms_norm", x, weight)
+    dispatcher = locked("rms_norm", x, weight)
     torch.set_warn_always(True)                # else this one comes once in a process
     try:
-        heard = []
-        for run in (found.public, found.python_call):
+        received = []
+        for run in (dispatcher.public, dispatcher.python_call):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
                 run(x, weight)
-            heard.append([str(w.message).partition("(Triggered")[0] for w in seen])
+            received.append([str(w.message).partition("(Triggered")[0] for w in seen])
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 with pytest.raises(UserWarning) if seen else warnings.catch_warnings():
                     run(x, weight)
     finally:
         torch.set_warn_always(False)
-    assert heard[0] == heard[1]
-    if not heard[0]:
+    assert received[0] == received[1]
+    if not received[0]:
         pytest.skip("this torch says nothing about a weight of another dtype")
 
 
@@ -197,49 +198,49 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("op", sorted(PLAIN))
 def test_a_mode_sees_the_call(locked, op, mode):
     args = plain(op)
-    found = locked(op, *args)
-    heard = []
-    for run in (found.public, found.public, found.python_call):
+    dispatcher = locked(op, *args)
+    received = []
+    for run in (dispatcher.public, dispatcher.public, dispatcher.python_call):
         with mode() as seen:
-            assert torch.equal(run(*args), found.public(*args))
-        heard.append(seen.seen)
+            assert torch.equal(run(*args), dispatcher.public(*args))
+        received.append(seen.seen)
     own = KERNELS[PLAIN[op]][1].removeprefix("aten::")
-    assert mode is Operators or any(own == name for name in heard[0])
+    assert mode is Operators or any(own == name for name in received[0])
     # What is asked on the way (shape, dtype) differs between the two; what is computed does not.
-    computed = [[name for name in seen if mode is Operators or name == own] for seen in heard]
+    computed = [[name for name in seen if mode is Operators or name == own] for seen in received]
     assert computed[0] and computed[0] == computed[1] == computed[2]
 
 
 @pytest.mark.parametrize("op", sorted(PLAIN))
 def test_inference_mode_and_no_grad(locked, op):
     args = plain(op)
-    found = locked(op, *args)
+    dispatcher = locked(op, *args)
     with torch.inference_mode():
         for _ in range(2):
-            assert found.public(*args).is_inference()
+            assert dispatcher.public(*args).is_inference()
     trained = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point()
                else a for a in args]
     for _ in range(2):
-        assert found.public(*trained).requires_grad
+        assert dispatcher.public(*trained).requires_grad
         with torch.no_grad():
-            assert not found.public(*trained).requires_grad
+            assert not dispatcher.public(*trained).requires_grad
 
 
 def test_vmap_and_grad_transforms(locked):
     x, weight = rows(3, 8), torch.randn(5, 8)
-    found = locked("linear", x, weight)
-    torch.testing.assert_close(torch.vmap(lambda row: found.public(row, weight))(x),
+    dispatcher = locked("linear", x, weight)
+    torch.testing.assert_close(torch.vmap(lambda row: dispatcher.public(row, weight))(x),
                                F.linear(x, weight))
-    torch.testing.assert_close(torch.func.grad(lambda t: found.public(t, weight).sum())(x),
+    torch.testing.assert_close(torch.func.grad(lambda t: dispatcher.public(t, weight).sum())(x),
                                torch.ones(3, 5) @ weight)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trace_records_sizes_as_before(locked):
     x, w, b = plain("layer_norm")
-    found = locked("layer_norm", x, w, b)
+    dispatcher = locked("layer_norm", x, w, b)
     graphs = []
-    for run in (found.public, found.python_call):
+    for run in (dispatcher.public, dispatcher.python_call):
         for _ in range(2):                     # the second is a hit, with the tracer in its key
             traced = torch.jit.trace(lambda x, run=run: run(x), (x,), check_trace=False)
         graphs.append(str(traced.graph))
@@ -254,12 +255,12 @@ def test_the_gil_is_free_while_an_operator_runs(locked):
     """The other thread counts, and publishes new worlds: the entry that runs is dropped from the
     table meanwhile."""
     x, weight = torch.randn(700, 1500), torch.randn(1500, 1500)
-    found = locked("linear", x, weight)
+    dispatcher = locked("linear", x, weight)
     want, got = F.linear(x, weight), []
 
     def work(started):
         started.set()
-        got.append(found.public(x, weight))
+        got.append(dispatcher.public(x, weight))
 
     def count_meanwhile():
         got.clear()
@@ -289,14 +290,14 @@ def test_the_gil_is_free_while_an_operator_runs(locked):
 
 def test_many_threads_and_many_worlds(locked):
     args = {op: plain(op) for op in PLAIN}
-    found = {op: locked(op, *args[op]) for op in PLAIN}
-    want = {op: found[op].public(*args[op]) for op in PLAIN}
+    dispatcher = {op: locked(op, *args[op]) for op in PLAIN}
+    want = {op: dispatcher[op].public(*args[op]) for op in PLAIN}
     wrong, stop = [], threading.Event()
 
     def work():
         while not stop.is_set():
             for op in PLAIN:
-                if not torch.equal(found[op].public(*args[op], backend=PLAIN[op]), want[op]):
+                if not torch.equal(dispatcher[op].public(*args[op], backend=PLAIN[op]), want[op]):
                     wrong.append(op)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -315,12 +316,12 @@ def test_many_threads_and_many_worlds(locked):
 @pytest.mark.parametrize("op", sorted(PLAIN))
 def test_hits_leak_nothing(locked, op):
     args = plain(op)
-    found = locked(op, *args)
+    dispatcher = locked(op, *args)
     watched = [a for a in args if isinstance(a, torch.Tensor)]
 
     def calls(n):
         for _ in range(n):
-            found.public(*args)
+            dispatcher.public(*args)
 
     calls(100)
     gc.collect()
@@ -339,13 +340,13 @@ def test_hits_leak_nothing(locked, op):
 
 def test_errors_leak_nothing(locked):
     ids, weight = plain("embedding")
-    found = locked("embedding", ids, weight)
+    dispatcher = locked("embedding", ids, weight)
     bad = torch.tensor([1, 2, 9])
-    outcome(found.public, ((bad, weight), {}))
+    outcome(dispatcher.public, ((bad, weight), {}))
     gc.collect()
     before = [sys.getrefcount(t) for t in (bad, weight)]
     for _ in range(100):
-        assert outcome(found.public, ((bad, weight), {}))[1] is InvalidCall
+        assert outcome(dispatcher.public, ((bad, weight), {}))[1] is InvalidCall
     gc.collect()
     assert [sys.getrefcount(t) for t in (bad, weight)] == before
 
@@ -371,14 +372,14 @@ def test_a_constant_by_fact_is_right_for_every_call_until_more_is_known():
 
 
 def test_groups_of_heads_are_asked_for_only_where_there_are_some(both):
-    found = both("attention")
+    dispatcher = both("attention")
     lz.lock("attention", "torch.sdpa")
     q, k, v = qkv(heads=4)
     for keys, values in ((k, v), (k[:, :2], v[:, :2])):
         for _ in range(2):
-            out = found.public(q, keys, values)
-        torch.testing.assert_close(out, found.op.reference(q, keys, values))
-        entry = found.native.compiled.lookup(q, keys, values)
+            out = dispatcher.public(q, keys, values)
+        torch.testing.assert_close(out, dispatcher.op.reference(q, keys, values))
+        entry = dispatcher.native.compiled.lookup(q, keys, values)
         assert ("enable_gqa" in entry.binding.call.kwargs) == (keys.shape[1] == 2)
 
 
@@ -386,8 +387,8 @@ def test_groups_of_heads_are_asked_for_only_where_there_are_some(both):
 
 @pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
-    found, (q, k, v) = both("attention"), qkv()
-    run, compiled = getattr(found, path_name), found.native.compiled
+    dispatcher, (q, k, v) = both("attention"), qkv()
+    run, compiled = getattr(dispatcher, path_name), dispatcher.native.compiled
     for name in ("torch.sdpa_math", "torch.sdpa", "torch"):
         for _ in range(3):
             run(q, k, v, backend=name)
@@ -398,17 +399,17 @@ def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
         other = "".join(["torch", ".sdpa"])    # the same name in another object
         assert compiled.lookup(q, k, v, backend=other) is entries[1]
         assert compiled.kind(q, k, v, backend="torch.sdpa") == "aten::scaled_dot_product_attention"
-    assert [e.plan.kernel for e in found.cache.table.values()][:2] == ["torch.sdpa_math",
-                                                                       "torch.sdpa"]
-    assert len(found.cache.table) == 3, "one for each name"
+    assert [e.plan.kernel for e in dispatcher.cache.table.values()][:2] == ["torch.sdpa_math",
+                                                                            "torch.sdpa"]
+    assert len(dispatcher.cache.table) == 3, "one for each name"
     lz.clear_cache()
     assert compiled.lookup(q, k, v, backend="torch.sdpa") is None
 
 
 @pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
-    found, (q, k, v) = both("attention"), qkv()
-    run = getattr(found, path_name)
+    dispatcher, (q, k, v) = both("attention"), qkv()
+    run = getattr(dispatcher, path_name)
     for _ in range(2):
         run(q, k, v, backend="torch.sdpa")
         with lz.prefer("torch.sdpa_math"):
@@ -416,26 +417,26 @@ def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
             run(q, k, v, backend="torch.sdpa")
         with lz.prefer(deterministic=True):
             run(q, k, v, backend="torch.sdpa")
-    kernels = [e.plan.kernel for e in found.cache.table.values()]
+    kernels = [e.plan.kernel for e in dispatcher.cache.table.values()]
     assert sorted(kernels) == ["torch.sdpa", "torch.sdpa", "torch.sdpa", "torch.sdpa_math"]
 
 
 @pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_policy_is_read_again_when_it_has_changed(both, path_name):
-    found, (q, k, v) = both("attention"), qkv()
-    run, policy = getattr(found, path_name), {"deterministic": False}
+    dispatcher, (q, k, v) = both("attention"), qkv()
+    run, policy = getattr(dispatcher, path_name), {"deterministic": False}
     layer = Layer("call", {}, (lz.PolicyRule.of("lock", "torch.sdpa_math", "attention"),))
     for _ in range(3):
         run(q, k, v, policy=policy)
-    assert len(found.cache.table) == 1
+    assert len(dispatcher.cache.table) == 1
     policy["deterministic"] = True
     for _ in range(3):
         run(q, k, v, policy=policy)
         run(q, k, v, policy={"deterministic": True})
-    assert len(found.cache.table) == 2
+    assert len(dispatcher.cache.table) == 2
     for _ in range(3):
         run(q, k, v, policy=layer)
-    assert [e.plan.kernel for e in found.cache.table.values()][2:] == ["torch.sdpa_math"]
+    assert [e.plan.kernel for e in dispatcher.cache.table.values()][2:] == ["torch.sdpa_math"]
     with pytest.raises(lz.errors.LayerZeroError):
         run(q, k, v, policy={"no_such_setting": 1})
     with pytest.raises(lz.errors.LayerZeroError):

@@ -74,16 +74,17 @@ def still_works():
 # not built
 
 def test_nothing_is_ever_built_by_a_call(tmp_path):
-    found = report(tmp_path)
-    assert found["ok"] and "not built" in found["found"] and found["hint"] == "run: lz build"
-    assert found["native"] == "function" and found["right"] and sum(found["calls"].values()) == 3
+    outcome = report(tmp_path)
+    assert outcome["ok"] and "not built" in outcome["found"] and outcome["hint"] == "run: lz build"
+    assert (outcome["native"] == "function" and outcome["right"]
+            and sum(outcome["calls"].values()) == 3)
     assert [str(p) for p in tmp_path.rglob("*") if "native" in p.parts or p.suffix == ".so"] == []
 
 
 def test_it_can_be_switched_off(tmp_path):
-    found = report(tmp_path, LAYERZERO_NATIVE="0")
-    assert (found["ok"] and "switched off" in found["found"] and found["native"] == "function"
-            and found["right"])
+    outcome = report(tmp_path, LAYERZERO_NATIVE="0")
+    assert (outcome["ok"] and "switched off" in outcome["found"] and outcome["native"] == "function"
+            and outcome["right"])
 
 
 def test_the_library_is_kept_under_all_it_depends_on(folder):
@@ -133,14 +134,14 @@ def test_a_compile_error_is_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx",
                                      "echo note: nothing >&2; echo 'x.cpp:7: error: no such "
                                      "header' >&2; exit 1"))
-    said = []
+    messages = []
     with pytest.raises(ConfigError) as caught:
-        native.build_fast_path(say=said.append)
+        native.build_fast_path(say=messages.append)
     text = str(caught.value)
     assert ("did not compile; LayerZero works without it" in text
             and "x.cpp:7: error: no such header" in text)
     assert "note: nothing" not in text and f"command: {tmp_path / 'cxx'} -O3" in text
-    assert said == [f"compiling fastpath.cpp with cxx for torch {torch.__version__}"]
+    assert messages == [f"compiling fastpath.cpp with cxx for torch {torch.__version__}"]
     assert (list(folder.rglob("*.so")) == []
             and list(folder.rglob("tmp*")) == []), "nothing half made is left"
     still_works()
@@ -199,11 +200,11 @@ def test_a_library_that_does_not_load_is_reported_and_python_serves(tmp_path, mo
         store.write(content, *parts)
         if i in (0, 2):
             continue                           # looked at below, all at once
-        found = report(folder)
-        assert not found["ok"] and "does not load" in found["found"]
-        assert found["hint"] == "build it again: lz build --force"
-        assert (found["native"] == "function" and found["right"]
-                and sum(found["calls"].values()) == 3)
+        outcome = report(folder)
+        assert not outcome["ok"] and "does not load" in outcome["found"]
+        assert outcome["hint"] == "build it again: lz build --force"
+        assert (outcome["native"] == "function" and outcome["right"]
+                and sum(outcome["calls"].values()) == 3)
     code = f"""
 import os
 from layerzero.dispatch import native
@@ -260,10 +261,10 @@ print(sorted(p.name for p in path.parent.iterdir()))
 """
     built = process(code, LAYERZERO_CACHE_DIR=str(tmp_path), CXX=cxx)
     assert built == "['fastpath.so', 'fastpath.so.seal']"
-    found = report(tmp_path)
-    assert (found["ok"] and found["found"] == f"loaded for torch {torch.__version__}"
-            and found["hint"] == "")
-    assert (found["native"] == "builtin_function_or_method" and found["right"]
-            and sum(found["calls"].values()) == 3)
+    outcome = report(tmp_path)
+    assert (outcome["ok"] and outcome["found"] == f"loaded for torch {torch.__version__}"
+            and outcome["hint"] == "")
+    assert (outcome["native"] == "builtin_function_or_method" and outcome["right"]
+            and sum(outcome["calls"].values()) == 3)
     off = report(tmp_path, LAYERZERO_NATIVE="0")
     assert off["native"] == "function" and "switched off" in off["found"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, only, path_of, qkv, register, rows
+from helpers import ATTENTION, RMS_NORM, Fake, allow_only, path_of, qkv, register, rows
 
 import layerzero as lz
 from layerzero.spec.event import Adapted, Selected
@@ -28,23 +28,24 @@ def reasons(kernel, *args, **kwargs):
 
 # layout: a view
 
-@pytest.mark.parametrize(("native", "given"), [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"),
-                                               ("bshd", "bshd")])
+@pytest.mark.parametrize(("native", "inputs"),
+                         [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"),
+                                                ("bshd", "bshd")])
 @pytest.mark.parametrize("lse", [False, True])
-def test_a_kernel_of_one_layout_serves_a_call_in_the_other(path, native, given, lse):
+def test_a_kernel_of_one_layout_serves_a_call_in_the_other(path, native, inputs, lse):
     fake = Fake("fake.one", ATTENTION, variants=(native,))
     register(fake)
-    q, k, v = qkv(seq_q=5, seq_k=7, heads=4, kv_heads=2, layout=given)
+    q, k, v = qkv(seq_q=5, seq_k=7, heads=4, kv_heads=2, layout=inputs)
     call = path_of(ATTENTION, path)
-    want = ATTENTION.reference(q, k, v, return_lse=lse, layout=given)
+    want = ATTENTION.reference(q, k, v, return_lse=lse, layout=inputs)
     for _ in range(2):                                     # a miss, and a hit
-        got = call(q, k, v, return_lse=lse, layout=given)
+        got = call(q, k, v, return_lse=lse, layout=inputs)
         assert fake.got.get("layout", "bhsd") == native      # a default is not passed on
         assert fake.got["query"].shape == ((1, 4, 5, 16) if native == "bhsd" else (1, 5, 4, 16))
         torch.testing.assert_close(got, want)
     assert fake.got["query"].data_ptr() == q.data_ptr()    # no byte was moved
-    step = lz.explain("attention", q, k, v, return_lse=lse, layout=given).steps[0]
-    assert step.transforms == (() if native == given else (Transform("layout", native),))
+    step = lz.explain("attention", q, k, v, return_lse=lse, layout=inputs).steps[0]
+    assert step.transforms == (() if native == inputs else (Transform("layout", native),))
     assert step.score.transform_us == 0
 
 
@@ -138,7 +139,7 @@ def test_strict_mode_refuses_a_copy_and_names_it():
 
 # cast: only with leave
 
-def test_a_cast_needs_leave_and_comes_back_in_the_callers_dtype(path, happened):
+def test_a_cast_needs_leave_and_comes_back_in_the_callers_dtype(path, emitted):
     fake = Fake("fake.one", ATTENTION, requires=(dtypes("float32", cast=True),))
     register(fake)
     q, k, v = qkv(dtype=torch.bfloat16)
@@ -147,7 +148,7 @@ def test_a_cast_needs_leave_and_comes_back_in_the_callers_dtype(path, happened):
     assert fake.calls == 0 and reasons("fake.one", q, k, v) == [Code.DTYPE_UNSUPPORTED]
     lz.configure(allow_adaptation=True)
     # so small a call would not be worth the cast
-    only("fake.one")
+    allow_only("fake.one")
     for _ in range(2):
         got = call(q, k, v)
         assert [fake.got[n].dtype for n in ("query", "key", "value")] == [torch.float32] * 3
@@ -157,14 +158,14 @@ def test_a_cast_needs_leave_and_comes_back_in_the_callers_dtype(path, happened):
     step = lz.explain("attention", q, k, v).steps[0]
     assert (step.transforms == (Transform("cast", "float32", 3 * q.numel() * 2),)
             and step.score.transform_us > 0)
-    selected = [e for e in happened if isinstance(e, Selected) and e.kernel == "fake.one"]
+    selected = [e for e in emitted if isinstance(e, Selected) and e.kernel == "fake.one"]
     assert [e.transforms for e in selected] == [("cast(float32)",)]
 
 
 def test_a_cast_of_two_results_leaves_the_log_sum_exp_wide(path):
     register(Fake("fake.one", ATTENTION, requires=(dtypes("float32", cast=True),)))
     lz.configure(allow_adaptation=True)
-    only("fake.one")
+    allow_only("fake.one")
     q, k, v = qkv(dtype=torch.float16)
     out, lse = path_of(ATTENTION, path)(q, k, v, return_lse=True)
     assert out.dtype == torch.float16 and lse.dtype == torch.float32
@@ -176,7 +177,7 @@ def test_a_float_mask_is_cast_with_the_query(path):
     fake = Fake("fake.one", ATTENTION, requires=(dtypes("float32", cast=True),))
     register(fake)
     lz.configure(allow_adaptation=True)
-    only("fake.one")
+    allow_only("fake.one")
     q, k, v = qkv(dtype=torch.bfloat16)
     mask = torch.randn(8, 8).bfloat16()
     got = path_of(ATTENTION, path)(q, k, v, mask)
@@ -200,7 +201,7 @@ def test_all_three_at_once(path):
                 requires=(dtypes("float32", cast=True), contiguous("query")))
     register(fake)
     lz.configure(allow_adaptation=True)
-    only("fake.one")
+    allow_only("fake.one")
     q, k, v = qkv(seq_q=5, seq_k=9, heads=4, dtype=torch.float16, layout="bshd")
     got = path_of(ATTENTION, path)(sparse(q), k, v, layout="bshd")
     assert (fake.calls == 1 and fake.got["query"].is_contiguous()
@@ -213,7 +214,7 @@ def test_all_three_at_once(path):
 
 # mixed dtypes: the caller's mistake, unless adaptation is allowed
 
-def test_mixed_dtypes_are_refused_or_adapted_but_never_passed_on(path, happened):
+def test_mixed_dtypes_are_refused_or_adapted_but_never_passed_on(path, emitted):
     call = path_of(ATTENTION, path)
     q, k, v = qkv()
     with pytest.raises(lz.errors.InvalidCall) as refused:
@@ -221,7 +222,7 @@ def test_mixed_dtypes_are_refused_or_adapted_but_never_passed_on(path, happened)
     assert refused.value.codes == (Code.MIXED_DTYPES,) and "allow_adaptation" in str(refused.value)
     lz.configure(allow_adaptation=True)
     torch.testing.assert_close(call(q, k.double(), v), ATTENTION.reference(q, k, v))
-    assert [e.transforms for e in happened if isinstance(e, Adapted)] == [("cast(key)",)]
+    assert [e.transforms for e in emitted if isinstance(e, Adapted)] == [("cast(key)",)]
     lz.configure(strict_mode=True)
     with pytest.raises(lz.errors.InvalidCall):
         call(q, k.double(), v)
@@ -231,7 +232,7 @@ def test_gradients_flow_through_every_transform(path):
     rules = (dtypes("float64", cast=True), contiguous("query"))
     register(Fake("fake.one", ATTENTION, variants=("bhsd",), requires=rules))
     lz.configure(allow_adaptation=True)
-    only("fake.one")
+    allow_only("fake.one")
     q, k, v = (t.requires_grad_() for t in qkv(layout="bshd"))
     path_of(ATTENTION, path)(q, k, v, layout="bshd").sum().backward()
     ours = [t.grad.clone() for t in (q, k, v)]

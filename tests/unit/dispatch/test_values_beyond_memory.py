@@ -36,15 +36,15 @@ def freed(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_a_tangent_is_never_lost(op, path):
     function = path_of(op, path)
-    given = op.inputs(**op.cases[0], dtype=torch.float32)
-    name = next(n for n, v in given.items()
+    inputs = op.inputs(**op.cases[0], dtype=torch.float32)
+    name = next(n for n, v in inputs.items()
                 if isinstance(v, torch.Tensor) and v.is_floating_point())
-    function(**given)                          # remembered: a dual must not ride on its key
-    tangent = torch.randn_like(given[name])
+    function(**inputs)                          # remembered: a dual must not ride on its key
+    tangent = torch.randn_like(inputs[name])
     tangents = []
     for call in (function, op.reference):
         with forward_ad.dual_level():
-            out = call(**{**given, name: forward_ad.make_dual(given[name], tangent)})
+            out = call(**{**inputs, name: forward_ad.make_dual(inputs[name], tangent)})
             tangents.append([forward_ad.unpack_dual(t).tangent for t in outputs(out)])
     for got, want in zip(*tangents):
         assert (got is None) == (want is None)

@@ -30,14 +30,15 @@ FOREIGN = SOURCE / "verify" / "trace" / "answers" / "reference_worker.py"
 
 
 def test_every_exec_is_of_code_that_keeps_its_text():
-    found = []
+    violations = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 and node.func.id == "exec"):
-                found.append((path, ast.unparse(node.args[0])))
-    assert [path for path, text in found if not text.startswith("codegen.compile(")] == [FOREIGN]
-    assert len(found) > 5
+                violations.append((path, ast.unparse(node.args[0])))
+    assert [path for path,
+            text in violations if not text.startswith("codegen.compile(")] == [FOREIGN]
+    assert len(violations) > 5
 
 
 def test_a_traceback_shows_the_generated_line():
@@ -46,8 +47,8 @@ def test_a_traceback_shows_the_generated_line():
     with pytest.raises(ZeroDivisionError) as raised:
         scope["halve"](1)
     linecache.checkcache()                     # as every traceback does before it looks
-    told = "".join(traceback.format_exception(raised.value))
-    assert 'File "<lz a test ' in told and "return x / 0" in told
+    output = "".join(traceback.format_exception(raised.value))
+    assert 'File "<lz a test ' in output and "return x / 0" in output
     assert inspect.getsource(scope["halve"]) == "def halve(x):\n    return x / 0\n"
     assert codegen.text(scope["halve"].__code__) == "def halve(x):\n    return x / 0\n"
 
@@ -79,16 +80,17 @@ def test_code_of_a_file_has_no_generated_text():
 
 
 def test_a_debugger_steps_through_a_call():
-    x, heard = torch.ones(2, 8), io.StringIO()
+    x, transcript = torch.ones(2, 8), io.StringIO()
     twin = dispatcher_of("rms_norm").python_call
     twin(x)
-    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=heard,
+    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=transcript,
                        nosigint=True,
                        readrc=False)
     debugger.use_rawinput = False
     debugger.runcall(twin, x)
-    assert "<lz rms_norm call " in heard.getvalue()
-    assert "def call(" in heard.getvalue() and "_entry = TABLE.get(KEY)" in heard.getvalue()
+    assert "<lz rms_norm call " in transcript.getvalue()
+    assert ("def call(" in transcript.getvalue()
+            and "_entry = TABLE.get(KEY)" in transcript.getvalue())
 
 
 def test_rules_compiled_to_python_can_be_read():

@@ -68,10 +68,10 @@ def copied(root, tmp_path) -> tuple[Path, content.Content, Path]:
     (source / "inner").mkdir(parents=True)
     (source / "__init__.py").write_text("VALUE = 'fine'\n")
     (source / "inner" / "part.py").write_text("")
-    found = content.Content.of(source, source.parent)
+    manifest = content.Content.of(source, source.parent)
     before = os.umask(0)
     try:
-        return source, found, content.private_copy(source, source.parent, found)
+        return source, manifest, content.private_copy(source, source.parent, manifest)
     finally:
         os.umask(before)
 
@@ -84,7 +84,7 @@ def test_a_copy_is_for_this_user_alone(copied, root):
 @pytest.mark.parametrize("attack", ["changed", "added", "open file", "open folder", "link",
                                     pytest.param("owner", marks=needs_root)])
 def test_a_copy_that_is_not_ours_alone_is_made_again(copied, attack, tmp_path):
-    source, found, copy = copied
+    source, manifest, copy = copied
     init = copy / "__init__.py"
     if attack == "changed":
         init.write_text("VALUE = 'evil'\n")
@@ -100,13 +100,13 @@ def test_a_copy_that_is_not_ours_alone_is_made_again(copied, attack, tmp_path):
     else:
         os.chown(init, OTHER, OTHER)
     stamp = copy.stat().st_ino
-    again = content.private_copy(source, source.parent, found)
+    again = content.private_copy(source, source.parent, manifest)
     assert again == copy and copy.stat().st_ino != stamp, "made again"
     assert init.read_text() == "VALUE = 'fine'\n" and mode(init) == 0o600 and not init.is_symlink()
 
 
 def test_planted_bytecode_is_dropped_and_the_copy_stays(copied):
-    source, found, copy = copied
+    source, manifest, copy = copied
     evil = compile("VALUE = 'evil'", "x", "exec")
     stamp = (copy / "__init__.py").stat()
     header = importlib.util.MAGIC_NUMBER + bytes(4) + int(stamp.st_mtime).to_bytes(4, "little") + (
@@ -118,13 +118,13 @@ def test_planted_bytecode_is_dropped_and_the_copy_stays(copied):
     code = f"import sys; sys.path.insert(0, {str(copy.parent)!r}); import build; print(build.VALUE)"
     assert process(code) == "evil", "Python prefers it"
     inode = copy.stat().st_ino
-    assert (content.private_copy(source, source.parent, found) == copy
+    assert (content.private_copy(source, source.parent, manifest) == copy
             and copy.stat().st_ino == inode)
     assert not list(copy.rglob("*.pyc")) and process(code) == "fine"
 
 
 def test_a_cache_that_others_can_write_takes_no_copies(copied, root):
-    source, found, _ = copied
+    source, manifest, _ = copied
     root.chmod(0o777)
     with pytest.raises(UnsafePath, match="can be written by others"):
-        content.private_copy(source, source.parent, found)
+        content.private_copy(source, source.parent, manifest)

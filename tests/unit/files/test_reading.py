@@ -26,7 +26,7 @@ from layerzero.tuning.workload import read_recordings
 from layerzero.verify.trace.dataset import find_definitions
 
 
-@pytest.mark.parametrize(("content", "said"), [
+@pytest.mark.parametrize(("content", "message"), [
     (b"{", "it is not JSON"), (b"\xff", "in UTF-8; byte 0"),
     (b'{"a": 1, "a": 2}', "'a' is given twice"),
     (b"NaN", "NaN is no JSON number"), (b"1e999", "beyond the largest number"),
@@ -34,8 +34,8 @@ from layerzero.verify.trace.dataset import find_definitions
     (b"[" * 10**5, "nested too deeply"), (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
     (b'["\\ud800"]', "half of a surrogate pair"),
     (b'{"\\udc00": 1}', "half of a surrogate pair")])
-def test_what_is_no_json_here(content, said):
-    with pytest.raises(DataError, match=said) as caught:
+def test_what_is_no_json_here(content, message):
+    with pytest.raises(DataError, match=message) as caught:
         parse_json(content, "x.json", "a thing")
     assert str(caught.value).startswith("x.json: wanted a thing") and len(str(caught.value)) < 300
 
@@ -80,7 +80,7 @@ def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
         read_json(tmp_path / "x.json", "a thing")
 
 
-def test_one_bad_definition_does_not_stop_a_folder(tmp_path, happened):
+def test_one_bad_definition_does_not_stop_a_folder(tmp_path, emitted):
     good = {"name": "good", "op_type": "norm", "axes": {"n": {"type": "var"}}, "outputs": {"y": {
         "shape": ["n"], "dtype": "float32"}}, "inputs": {"x": {"shape": ["n"], "dtype": "float32"}},
         "reference": "def run(x):\n    return x\n"}
@@ -92,19 +92,19 @@ def test_one_bad_definition_does_not_stop_a_folder(tmp_path, happened):
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_bytes(content if isinstance(content, bytes)
                                                 else content.encode())
-    (found,) = find_definitions(tmp_path)
-    refused = [event for event in happened if event.name == "file_refused"]
-    assert (found.name == "good" and len(refused) == len(bad)
+    (definition,) = find_definitions(tmp_path)
+    refused = [event for event in emitted if event.name == "file_refused"]
+    assert (definition.name == "good" and len(refused) == len(bad)
             and all(event.problem for event in refused))
 
 
-def test_what_stands_before_the_damage_is_read(tmp_path, happened):
+def test_what_stands_before_the_damage_is_read(tmp_path, emitted):
     one = {"op": "rms_norm", "arguments": {"x": {"shape": [4, 64], "dtype": "float32"}}}
     (tmp_path / "1.jsonl").write_bytes(json.dumps(one).encode() + b"\n\xff\n"
                                        + json.dumps(one).encode() + b"\n")
     (tmp_path / "2.jsonl").write_text(json.dumps(one) + "\n")
     (call,) = read_recordings(tmp_path)
-    assert (call.count == 2 and [event.path for event in happened if event.name == "file_refused"]
+    assert (call.count == 2 and [event.path for event in emitted if event.name == "file_refused"]
             == [
          str(tmp_path / "1.jsonl")])
 
@@ -163,7 +163,7 @@ def test_a_panic_is_an_exception():
         no_panic(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))()
 
 
-@pytest.mark.parametrize(("template", "said"), [
+@pytest.mark.parametrize(("template", "message"), [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
      "did not end within"),
     ("{{ 'a' * 10**11 }}", "MemoryError"), ("{{", "TemplateSyntaxError"),
@@ -171,10 +171,10 @@ def test_a_panic_is_an_exception():
     ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ("{% if 1 %}" * 3000, "cannot be rendered|ended the process"),
     ("x" * (2 << 20), "at most 1048576 characters")])
-def test_a_chat_template_has_little_time_and_memory(template, said, monkeypatch):
+def test_a_chat_template_has_little_time_and_memory(template, message, monkeypatch):
     pytest.importorskip("jinja2")
     monkeypatch.setattr(chat_template, "SECONDS", 5.0)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         chat_template.render(template, [("user", "hello")], "a model")
 
 

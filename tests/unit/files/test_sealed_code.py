@@ -326,8 +326,8 @@ def test_temporary_names_of_certificates_cannot_be_planted(root, tmp_path, world
                  f"{kernel.id}.json"):
         (home / name).symlink_to(victim)
     (home.parent / f"seal.{os.getpid()}.tmp").symlink_to(victim)
-    made = certificate(kernel)
-    assert certificates.read(certificates.write(made, HERE)) == made
+    cert = certificate(kernel)
+    assert certificates.read(certificates.write(cert, HERE)) == cert
     assert victim.read_text() == "untouched"
 
 
@@ -336,9 +336,9 @@ def test_a_planted_seal_key_voids_certificates(root, world):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel), HERE)
     os.chown(root / "certificates" / "seal.key", OTHER, OTHER)
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert (isinstance(found, Reason) and found.code is Code.CERTIFICATE_REFUSED
-            and f"user {OTHER}" in found.message)
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert (isinstance(status, Reason) and status.code is Code.CERTIFICATE_REFUSED
+            and f"user {OTHER}" in status.message)
 
 
 def test_a_lock_is_not_taken_through_a_link(root, tmp_path, caplog):
@@ -392,11 +392,11 @@ def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch)
     store, parts = SealedFolder.of(library)
     opened = SealedFolder.open
 
-    def swap(self: SealedFolder, *given: str) -> tuple[int, bytes]:
-        found = opened(self, *given)
+    def swap(self: SealedFolder, *args: str) -> tuple[int, bytes]:
+        opened_file = opened(self, *args)
         os.rename(library, library.with_suffix(".old"))
         library.write_bytes(b"\x7fELF, planted")
-        return found
+        return opened_file
 
     monkeypatch.setattr(SealedFolder, "open", swap)
     name = _some_module().name.partition(".")[0]
@@ -486,7 +486,7 @@ def test_what_is_refused_is_built_again(root, tmp_path, monkeypatch):
 def test_cubins_are_compiled_again_unless_they_are_as_sealed(root, monkeypatch, caplog):
     monkeypatch.setattr(compiler, "nvrtc", lambda: (None, "12.0"))
     made = []
-    monkeypatch.setattr(compiler, "_compile", lambda *given: made.append(given)
+    monkeypatch.setattr(compiler, "_compile", lambda *args: made.append(args)
                         or b"\x7fELF of ours")
     source = min(str(p.relative_to(compiler.FOLDER)) for p in compiler.FOLDER.rglob("*.cu"))
 
@@ -496,9 +496,9 @@ def test_cubins_are_compiled_again_unless_they_are_as_sealed(root, monkeypatch, 
         return len(made)
 
     assert compiled() == 1 and compiled() == 0
-    [kept] = (root / "cuda").glob("*.cubin")
-    assert mode(kept) == 0o600
-    kept.write_bytes(b"\x7fELF planted")
+    [file] = (root / "cuda").glob("*.cubin")
+    assert mode(file) == 0o600
+    file.write_bytes(b"\x7fELF planted")
     with caplog.at_level(logging.WARNING):
         assert compiled() == 1 and "is not the file that was sealed" in caplog.text
     assert compiled() == 0

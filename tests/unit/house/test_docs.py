@@ -48,11 +48,11 @@ def test_check_names_what_is_stale_and_writes_nothing(generate, tmp_path, monkey
     (tmp_path / "docs" / "policy.md").write_text(policy, "utf-8")
     monkeypatch.setattr(generate, "DOCS", tmp_path / "docs")
     assert generate.main(["--check"]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = ("api", "reason-codes", "capabilities", "ops", "settings", "events", "commands",
              "proof")
-    assert [line.split()[0] for line in told.splitlines()] == [f"docs/reference/{name}.md"
-                                                               for name in names]
+    assert [line.split()[0] for line in output.splitlines()] == [f"docs/reference/{name}.md"
+                                                                 for name in names]
     assert not (tmp_path / "docs" / "reference").exists()
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
@@ -63,10 +63,10 @@ def test_check_names_what_is_stale_and_writes_nothing(generate, tmp_path, monkey
     (tmp_path / "docs" / "reference" / "old.md").write_text("left over")
     capsys.readouterr()
     assert generate.main(["--check"]) == 1
-    told = capsys.readouterr().out
-    assert all(name in told for name in ("docs/reference/ops.md", "docs/policy.md",
-                                         "docs/reference/old.md"))
-    assert "settings.md" not in told
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("docs/reference/ops.md", "docs/policy.md",
+                                           "docs/reference/old.md"))
+    assert "settings.md" not in output
 
 
 def test_a_policy_page_without_its_marks_is_an_error(generate, tmp_path, monkeypatch):
@@ -157,9 +157,9 @@ def examples(page: Path, language: str) -> list[tuple[int, str]]:
     """The line at which each block of code begins, and its text; without those for what is not
     here."""
     text = page.read_text("utf-8")
-    found = re.finditer(rf"^(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)^```", text,
-                        re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(2)) + 1, block[2]) for block in found
+    blocks = re.finditer(rf"^(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)^```", text,
+                         re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(2)) + 1, block[2]) for block in blocks
             if not (block[1] and missing(block[1]))]
 
 

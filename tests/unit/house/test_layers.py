@@ -50,32 +50,33 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
     room = parts[0] if len(parts) > 1 or parts[0] in RANK else ""
     if room not in RANK:
         return [f"{where}: {room!r} is no known room; give it a rank in {Path(__file__).name}"]
-    found = []
+    violations = []
     for target in imports(source, parts):
         top = target[0]
         if top != "layerzero":
             if room in PURE and top not in sys.stdlib_module_names:
-                found.append(f"{where} imports {top}; {room}/ imports the standard library only")
+                violations.append(
+                    f"{where} imports {top}; {room}/ imports the standard library only")
             continue
         aim = target[1] if len(target) > 1 and target[1] in RANK else ""
         named = ".".join(target)
         if aim != room and RANK[aim] >= RANK[room] and not (RANK[aim] == RANK[room] == FACE):
-            found.append(
+            violations.append(
                 f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point "
                 "down only")
         if aim == room and room in INDEPENDENT and len(target) > 2 and parts[1] != "__init__":
             other = target[2]
             helper = other.endswith(HELPERS[room])
             if other != parts[1] and not helper and _is_module(room, other):
-                found.append(
+                violations.append(
                     f"{where} imports its sibling {named}; move what they share down or into a "
                     "helper")
     for node in ast.walk(ast.parse(source)):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else (
             [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
         ours = [name for name in absolute if name.split(".")[0] == "layerzero"]
-        found += [f"{where}: write {name} as a relative import" for name in ours]
-    return found
+        violations += [f"{where}: write {name} as a relative import" for name in ours]
+    return violations
 
 
 def _is_module(room: str, name: str) -> bool:
@@ -106,7 +107,7 @@ class Imports(NamedTuple):
 
 @functools.cache
 def imports_of(path: Path) -> Imports:
-    found = Imports(set(), set(), [])
+    imports = Imports(set(), set(), [])
     here = parts_of(path)[:-1]
     nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
     while nodes:
@@ -116,18 +117,18 @@ def imports_of(path: Path) -> Imports:
             base += tuple(node.module.split(".")) if node.module else ()
             ours = {(*base, a.name) if module_file((*base, a.name)) else base for a in node.names}
             if late:
-                found.late.extend((node.lineno, module) for module in ours)
+                imports.late.extend((node.lineno, module) for module in ours)
             else:
-                found.early.update(ours)
+                imports.early.update(ours)
         elif isinstance(node, (ast.Import, ast.ImportFrom)) and not late:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
-            found.libraries.update((name or "").split(".")[0] for name in names)
+            imports.libraries.update((name or "").split(".")[0] for name in names)
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         nodes += [(child, late)
                   for child in (node.orelse if typing else ast.iter_child_nodes(node))
                   if not isinstance(child, ast.expr)]
-    return found
+    return imports
 
 
 def module_file(parts: Module) -> Path | None:
@@ -140,8 +141,8 @@ def test_no_circle():
     """Also none that an import inside a function would hide."""
     graph = {}
     for path in FILES:
-        module, found = module_of(path), imports_of(path)
-        graph[module] = (found.early | {late for _, late in found.late}) - {module, ()}
+        module, imports = module_of(path), imports_of(path)
+        graph[module] = (imports.early | {late for _, late in imports.late}) - {module, ()}
     order = TopologicalSorter(graph)
     try:
         order.prepare()

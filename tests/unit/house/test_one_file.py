@@ -131,7 +131,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(copy: Path, *command: str) -> str:
+def run_python(copy: Path, *command: str) -> str:
     done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True,
                           timeout=280,
                           env={**os.environ, "PYTHONPATH": str(copy / "src")})
@@ -140,16 +140,17 @@ def ran(copy: Path, *command: str) -> str:
 
 
 def test_function_list_docs_stub_and_diagnosis_follow(copy: Path) -> None:
-    assert "all of it follows" in ran(copy, "-c", FOLLOWS)
+    assert "all of it follows" in run_python(copy, "-c", FOLLOWS)
 
 
 def test_the_command_lists_it(copy: Path) -> None:
-    assert "softsign_gate" in ran(copy, "-m", "layerzero", "list")
+    assert "softsign_gate" in run_python(copy, "-m", "layerzero", "list")
 
 
 def test_contract_and_gradient_tests_follow(copy: Path) -> None:
-    told = ran(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k",
-               "softsign_gate")
-    passed = int(told.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1])
+    output = run_python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract",
+                        "-k",
+                        "softsign_gate")
+    passed = int(output.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1])
     # cases x dtypes of two kernels, their backward and their limits
-    assert passed >= 30, told[-500:]
+    assert passed >= 30, output[-500:]

@@ -182,8 +182,8 @@ def check(lines: list[str], which: int, output: str) -> None:
     """Everything but bad.py is accepted, and every line of that is refused with the right words."""
     assert not [line for line in lines if "bad.py" not in line], output
     for i, (code, words) in enumerate(BAD.items()):
-        said = " ".join(line for line in lines if f"bad.py:{i + 4}:" in line)
-        assert words[which] in said, f"{code}: {output}"
+        message = " ".join(line for line in lines if f"bad.py:{i + 4}:" in line)
+        assert words[which] in message, f"{code}: {output}"
 
 
 def test_mypy_accepts_what_is_right_and_refuses_what_is_not(checked):

@@ -29,9 +29,9 @@ def module(name: str) -> Any:
     """A script of docs/, which is no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def test_the_navigation_has_every_page_once():
@@ -88,14 +88,14 @@ def test_every_figure_of_the_table_is_in_the_results():
     results = ROOT / "benchmarks" / "results"
     numbers = {float(text) for file in results.glob("*.json")
                for text in re.findall(r"-?\d+\.?\d*(?:[eE][-+]?\d+)?", file.read_text("utf-8"))}
-    said = {f"{number:.0f}" for number in numbers} | {f"{number:.1f}" for number in numbers}
+    figures = {f"{number:.0f}" for number in numbers} | {f"{number:.1f}" for number in numbers}
     table = re.search(r"<!-- generated:results -->\n(.*?)<!-- /", (ROOT / "README.md").read_text(
         "utf-8"), re.DOTALL)
     assert table is not None
     cells = [cell for row in table[1].splitlines()[2:] for cell in row.split("|")[2:4]]
     shown = [number for cell in cells for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", cell)]
     assert len(shown) >= 10
-    assert [number for number in shown if number not in said and number != "32"] == []
+    assert [number for number in shown if number not in figures and number != "32"] == []
 
 
 # troubleshooting and stability

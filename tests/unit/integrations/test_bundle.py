@@ -73,8 +73,8 @@ def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
     assert json.loads(files["dispatch_table.validation.json"])["state"] == "ok"
     assert json.loads(files["lockfile.validation.json"]) == {"ok": True, "violations": []}
     assert json.loads(files["readiness.json"])["ready"] is manifest["ready"] is True
-    told = json.loads(files["environment.json"])
-    assert told["config"]["source"]["perfdb"] == "programmatic" and told["versions"]["torch"]
+    data = json.loads(files["environment.json"])
+    assert data["config"]["source"]["perfdb"] == "programmatic" and data["versions"]["torch"]
     assert any(json.loads(line)["event"] == "selected"
                for line in files["events.jsonl"].splitlines())
     copy = tmp_path / "copy.sqlite"
@@ -111,7 +111,7 @@ def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
             for m in members} == {(0, 0, 0, "", "", 0o600)}
     one, two = (read_bundle(tmp_path / f"{name}.tar.gz") for name in ("a", "b"))
     assert one["capabilities.json"] == two["capabilities.json"]
-    first, second = (json.loads(found["environment.json"]) for found in (one, two))
+    first, second = (json.loads(data["environment.json"]) for data in (one, two))
     del first["stats"], second["stats"]        # events of background threads are counted meanwhile
     assert first == second
 
@@ -211,9 +211,9 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
             and b"PATH" not in content.replace(b"<path>", b""))
     files = read_bundle(out)
     assert files["log.txt"].decode().splitlines()[2] == "fine"
-    told = json.loads(files["environment.json"])
-    assert told["environment"]["LAYERZERO_SEAL_KEY"] == "***"
-    assert told["environment"]["LAYERZERO_PERFDB"] == "postgresql://127.0.0.1:1/perf"
+    data = json.loads(files["environment.json"])
+    assert data["environment"]["LAYERZERO_SEAL_KEY"] == "***"
+    assert data["environment"]["LAYERZERO_PERFDB"] == "postgresql://127.0.0.1:1/perf"
 
 
 def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):
@@ -291,8 +291,8 @@ def test_a_broken_table_or_lockfile_is_said_and_left_out(tmp_path):
     manifest = lz.write_bundle(tmp_path / "b.tar.gz", table=wrong, lock=wrong, device="cpu")
     assert (not manifest["ready"] and {"dispatch_table.json", "layerzero.lock"}
             <= manifest["left_out"].keys())
-    found = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
-    assert found["state"] == "fail"
+    data = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
+    assert data["state"] == "fail"
 
 
 def test_the_command_prints_what_is_in_it(tmp_path, capsys, monkeypatch):

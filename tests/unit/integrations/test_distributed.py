@@ -31,33 +31,33 @@ def alone(world):
 
 def choices(*ranks):
     """unit -> (cell, kernels) of each rank."""
-    return [{unit: None if found is None else [found[0], found[1].split()]
-             for unit, found in rank.items()} for rank in ranks]
+    return [{unit: None if entry is None else [entry[0], entry[1].split()]
+             for unit, entry in rank.items()} for rank in ranks]
 
 
 def test_the_first_kernel_of_the_lowest_rank_that_all_can_run():
-    said = choices({"u": ("c", "fast mid slow")}, {"u": ("c", "mid slow fast")},
-                   {"u": ("c", "slow mid")})
-    assert agreed_orders(said, ALIKE)["u"] == {"": ["mid", "slow"]}
+    agreed = choices({"u": ("c", "fast mid slow")}, {"u": ("c", "mid slow fast")},
+                     {"u": ("c", "slow mid")})
+    assert agreed_orders(agreed, ALIKE)["u"] == {"": ["mid", "slow"]}
 
 
 def test_a_rank_that_cannot_judge_a_call_does_not_count():
-    said = choices({"u": None}, {"u": ("c", "b a")}, {"u": ("c", "a b")})
-    assert agreed_orders(said, ALIKE)["u"] == {"": ["b", "a"]}
+    agreed = choices({"u": None}, {"u": ("c", "b a")}, {"u": ("c", "a b")})
+    assert agreed_orders(agreed, ALIKE)["u"] == {"": ["b", "a"]}
     assert agreed_orders(choices({"u": None}), [""])["u"] == {}
 
 
 def test_capability_groups_agree_among_themselves():
-    said = choices({"u": ("c", "new old")}, {"u": ("c", "old")}, {"u": ("c", "new old")})
-    assert agreed_orders(said, ["h200", "a100", "h200"])["u"] == {
+    agreed = choices({"u": ("c", "new old")}, {"u": ("c", "old")}, {"u": ("c", "new old")})
+    assert agreed_orders(agreed, ["h200", "a100", "h200"])["u"] == {
         "h200": ["new", "old"], "a100": ["old"]}
 
 
 def test_calls_that_some_rank_cannot_tell_apart_are_agreed_together():
     """On rank 1 both are one cell of the cache, so they have one kernel on every rank."""
-    said = choices({"u": ("c", "a b"), "v": ("d", "b a"), "w": ("e", "a b")},
-                   {"u": ("f", "b a"), "v": ("f", "b"), "w": ("g", "a b")})
-    orders = agreed_orders(said, ["", ""])
+    agreed = choices({"u": ("c", "a b"), "v": ("d", "b a"), "w": ("e", "a b")},
+                     {"u": ("f", "b a"), "v": ("f", "b"), "w": ("g", "a b")})
+    orders = agreed_orders(agreed, ["", ""])
     assert orders["u"] == orders["v"] == {"": ["b"]} and orders["w"] == {"": ["a", "b"]}
 
 

@@ -84,18 +84,18 @@ def pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def tensors(name: str, model: Any) -> dict[str, torch.Tensor]:
     architecture, config = MODELS[name][0], model.config
     names = GEMMA if "gemma" in architecture and architecture != "gemma" else NAMES
-    found = {}
+    named = {}
     for key, value in model.state_dict().items():
         t = value.float()
         if key == "lm_head.weight":
             if not config.tie_word_embeddings:
-                found["output.weight"] = t
+                named["output.weight"] = t
             continue
         if "gemma" in architecture and "norm" in key:
             t = t + 1
         key = key.removeprefix("model.")
         if not key.startswith("layers."):
-            found[{"embed_tokens.weight": "token_embd.weight",
+            named[{"embed_tokens.weight": "token_embd.weight",
                    "norm.weight": "output_norm.weight"}[key]] = t
             continue
         _, layer, key = key.split(".", 2)
@@ -103,20 +103,20 @@ def tensors(name: str, model: Any) -> dict[str, torch.Tensor]:
         if ".experts." in key:
             if "gate_up" in key:
                 gate, up = t.chunk(2, 1)
-                found |= {f"{at}ffn_gate_exps.weight": gate, f"{at}ffn_up_exps.weight": up}
+                named |= {f"{at}ffn_gate_exps.weight": gate, f"{at}ffn_up_exps.weight": up}
             else:
-                found[f"{at}ffn_down_exps.weight"] = t
+                named[f"{at}ffn_down_exps.weight"] = t
             continue
         stem, _, what = key.rpartition(".")
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
             t = pairs(t, config.num_attention_heads if "q_proj" in stem
                       else config.num_key_value_heads)
-        found[f"{at}{names[stem]}.{what}"] = t
+        named[f"{at}{names[stem]}.{what}"] = t
     if name == "llama3":
         inverse = model.model.rotary_emb.inv_freq
         plain = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)
-        found["rope_freqs.weight"] = plain / inverse
-    return found
+        named["rope_freqs.weight"] = plain / inverse
+    return named
 
 
 def write(path: Any, name: str, model: Any, kind: str = "F32", **changes: Any) -> Any:
@@ -193,8 +193,8 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     with torch.no_grad():
         run(IDS[:1, :9], memory)
         step = TokenStep(run, memory)          # the same by kernels that were chosen once
-        found = torch.stack([step(int(t)) for t in IDS[0, 9:]], 1)
-    error = float((found - wanted[:1, 9:]).abs().max() / wanted.std())
+        logits = torch.stack([step(int(t)) for t in IDS[0, 9:]], 1)
+    error = float((logits - wanted[:1, 9:]).abs().max() / wanted.std())
     assert error < 1e-4 and memory.length == 17, error
 
 
@@ -307,11 +307,11 @@ def test_as_a_model_of_transformers(tmp_path):
     options = {"attention_mask": torch.ones(2, 5), "max_new_tokens": 6, "eos_token_id": None}
     for more in ({"do_sample": False}, {"do_sample": False, "num_beams": 2},
                  {"do_sample": True, "top_k": 5}):
-        found = []
+        results = []
         for one in (ours, model):
             torch.manual_seed(1)
-            found.append(one.generate(IDS[:, :5], **options, **more))
-        assert torch.equal(*found), more
+            results.append(one.generate(IDS[:, :5], **options, **more))
+        assert torch.equal(*results), more
     one = ours.generate(IDS[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=6,
                         do_sample=False, eos_token_id=None)
     assert one.shape == (1, 11)
@@ -321,7 +321,7 @@ def test_as_a_model_of_transformers(tmp_path):
 
 def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
     model = build("llama")
-    for change, said in (
+    for change, message in (
             ({"general.architecture": "mamba"}, "got 'mamba'; it needs state space layers"),
             ({"general.architecture": "nosuch"}, "got 'nosuch'"),
             ({"llama.attention.head_count": 0}, "head_count as a whole number from 1"),
@@ -332,7 +332,7 @@ def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
             ({"split.count": 2}, "llama-gguf-split")):
         write(tmp_path / "m.gguf", "llama", model)
         file = read_gguf_file(tmp_path / "m.gguf")
-        with pytest.raises(lz.errors.DataError, match=said):
+        with pytest.raises(lz.errors.DataError, match=message):
             read_model(replace(file, metadata={**file.metadata, **change}), torch.float32)
     with pytest.raises(lz.errors.DataError, match="wanted the tensor output_norm"):
         lz.load_gguf(write(tmp_path / "m.gguf", "llama", model, **{"output_norm.weight": None}))

@@ -28,15 +28,15 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def value(given: Any) -> bytes:
-    if isinstance(given, (str, bytes)):
-        return struct.pack("<I", 8) + text(given)
-    if isinstance(given, list):
-        number, form = (8, "") if isinstance(given[0], str) else KINDS[type(given[0])]
-        items = b"".join(text(g) if number == 8 else struct.pack("<" + form, g) for g in given)
-        return struct.pack("<IIQ", 9, number, len(given)) + items
-    number, form = KINDS[type(given)]
-    return struct.pack("<I" + form, number, given)
+def value(content: Any) -> bytes:
+    if isinstance(content, (str, bytes)):
+        return struct.pack("<I", 8) + text(content)
+    if isinstance(content, list):
+        number, form = (8, "") if isinstance(content[0], str) else KINDS[type(content[0])]
+        items = b"".join(text(g) if number == 8 else struct.pack("<" + form, g) for g in content)
+        return struct.pack("<IIQ", 9, number, len(content)) + items
+    number, form = KINDS[type(content)]
+    return struct.pack("<I" + form, number, content)
 
 
 def header(metadata: dict[str, Any], infos: list[tuple[Any, ...]], *, version: int = 3,
@@ -92,17 +92,17 @@ def test_metadata_and_tensors(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(file({**metadata, "general.alignment": 64},
                           {"q": (Q8_0, blocks, (3, 64)), "h": (1, half, (2, 3))}, 64))
-    found = read_gguf_file(path)
-    assert {k: found.metadata[k] for k in metadata} == metadata
-    assert torch.equal(found.blocks("q"), blocks) and torch.equal(found.floats("h"), half)
-    assert found.tensors["q"].shape == (3, 64) and found.tensors["q"].type == "q8_0"
-    assert found.blocks("q").data_ptr() == found.blocks("q").data_ptr()        # no copy
-    found.blocks("q").zero_()                              # copy on write: the file stays
+    gguf = read_gguf_file(path)
+    assert {k: gguf.metadata[k] for k in metadata} == metadata
+    assert torch.equal(gguf.blocks("q"), blocks) and torch.equal(gguf.floats("h"), half)
+    assert gguf.tensors["q"].shape == (3, 64) and gguf.tensors["q"].type == "q8_0"
+    assert gguf.blocks("q").data_ptr() == gguf.blocks("q").data_ptr()        # no copy
+    gguf.blocks("q").zero_()                              # copy on write: the file stays
     assert torch.equal(read_gguf_file(path).blocks("q"), blocks)
     with pytest.raises(DataError, match="wanted the tensor x"):
-        found.blocks("x")
+        gguf.blocks("x")
     with pytest.raises(DataError, match="wanted floats"):
-        found.floats("q")
+        gguf.floats("q")
 
 
 ONE = [("t", (4,), F32, 0)]
@@ -142,17 +142,17 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused_before_anything_is_allocated(name, tmp_path):
-    content, said = HOSTILE[name]
+    content, message = HOSTILE[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match=said) as told:
+        with pytest.raises(DataError, match=message) as raised:
             read_gguf_file(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert "m.gguf" in str(told.value)
+    assert "m.gguf" in str(raised.value)
 
 
 def test_what_is_no_file(tmp_path):
@@ -203,10 +203,10 @@ def test_a_mutated_model_is_refused_or_runs(tmp_path):
 def test_a_template_that_writes_too_much(monkeypatch):
     pytest.importorskip("jinja2")
     monkeypatch.setattr(chat_template, "MAX_OUTPUT", 1000)
-    for template, said in (("{% for a in range(9999) %}{{ 'x' * 10 }}{% endfor %}", "more than"),
-                           ("{{ raise_exception('roles must alternate') }}", "must alternate")):
-        with pytest.raises(DataError, match=said):
+    for template, message in (("{% for a in range(9999) %}{{ 'x' * 10 }}{% endfor %}", "more than"),
+                              ("{{ raise_exception('roles must alternate') }}", "must alternate")):
+        with pytest.raises(DataError, match=message):
             chat_template.render(template, [("user", "hello")], "a model")
-    told = chat_template.render("{{ bos_token }}|{{ eos_token }}", [("user", "x")], "m",
+    text = chat_template.render("{{ bos_token }}|{{ eos_token }}", [("user", "x")], "m",
                                 {"bos": "<s>", "eos": "</s>"})
-    assert told == "<s>|</s>"
+    assert text == "<s>|</s>"

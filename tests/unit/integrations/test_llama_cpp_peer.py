@@ -59,10 +59,10 @@ def test_divergence_of_listed_tokens():
 def test_agreement_counts_ties():
     rows = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.9, 0.0], [2.0, 0.0, 0.0]])
     ours = torch.tensor([[2.0, 1.0, 0.0], [1.9, 2.0, 0.0], [0.0, 2.0, 0.0]])
-    found = llama_cpp.agreement("three", [listed(row, 3) for row in rows], ours)
-    assert (found.positions, found.top_1) == (3, pytest.approx(1 / 3))
-    assert found.agreed == pytest.approx(2 / 3) and not found.passed
-    assert json.loads(json.dumps(found.to_json()))["passed"] is False
+    comparison = llama_cpp.agreement("three", [listed(row, 3) for row in rows], ours)
+    assert (comparison.positions, comparison.top_1) == (3, pytest.approx(1 / 3))
+    assert comparison.agreed == pytest.approx(2 / 3) and not comparison.passed
+    assert json.loads(json.dumps(comparison.to_json()))["passed"] is False
     assert llama_cpp.agreement("same", [listed(row, 3) for row in rows], rows).passed
 
 
@@ -83,10 +83,10 @@ def test_stages_are_compared_layer_by_layer():
         for i in range(2)})
     model = SimpleNamespace(tokenize=lambda text, special: [1, 2], config=SimpleNamespace(layers=2),
                             decoder=lambda **options: Decoder())
-    found = llama_cpp_stages.compare_stages(model, peer)
-    assert [s.name for s in found] == list(llama_cpp_stages.STAGES.values())
-    assert all((s.first, s.worst_layer, s.passed) == (0.0, 1, True) for s in found)
-    assert found[0].largest == pytest.approx(0.1 / 1.1)
+    comparison = llama_cpp_stages.compare_stages(model, peer)
+    assert [s.name for s in comparison] == list(llama_cpp_stages.STAGES.values())
+    assert all((s.first, s.worst_layer, s.passed) == (0.0, 1, True) for s in comparison)
+    assert comparison[0].largest == pytest.approx(0.1 / 1.1)
     values["attn_out"] = torch.tensor([1.0, 2.0, 3.0, 5.0])    # the first layer must be close
     wrong = [s.name for s in llama_cpp_stages.compare_stages(model, peer) if not s.passed]
     assert wrong == ["attn_out"]

@@ -122,30 +122,30 @@ def test_counts_survive_a_new_world(x):
 
 def test_a_choice_is_one_event_and_a_remembered_one_is_none(x):
     lz.register(kernel("ours.good"))
-    heard = []
-    stop = lz.subscribe(heard.append)
+    received = []
+    stop = lz.subscribe(received.append)
     lz.rms_norm(x)
     lz.rms_norm(x)
     lz.rms_norm(x)
     stop()
-    (selected,) = [e for e in heard if e.name == "selected"]
+    (selected,) = [e for e in received if e.name == "selected"]
     assert (selected.op, selected.kernel, selected.transforms) == ("rms_norm", "ours.good", ())
     assert (selected.source, selected.transform_cost_total) == ("less work", 0.0)
     assert selected.candidates == len(worlds.current().kernels("rms_norm"))
     assert selected.microseconds > 0
     lz.rms_norm(torch.randn(3, 33))
-    assert len([e for e in heard if e.name == "selected"]) == 1     # nobody listens any more
+    assert len([e for e in received if e.name == "selected"]) == 1     # nobody listens any more
 
 
 def test_a_step_down_is_an_event_a_line_in_the_log_and_a_note_in_the_report(x, caplog):
     lz.register(kernel("ours.broken", broken))
-    heard = []
-    stop = lz.subscribe(heard.append)
+    received = []
+    stop = lz.subscribe(received.append)
     with caplog.at_level(logging.WARNING, "layerzero"):
         out = lz.rms_norm(x)
     stop()
     torch.testing.assert_close(out, RMS_NORM.reference(x))
-    (fallback,) = [e for e in heard if e.name == "fallback"]
+    (fallback,) = [e for e in received if e.name == "fallback"]
     assert (fallback.kernel, fallback.reason.code) == ("ours.broken", Code.KERNEL_FAILED)
     assert fallback.served_by == lz.explain("rms_norm", x).steps[1].kernel
     assert "fallback" in caplog.text and "this kernel is broken" in caplog.text
@@ -154,18 +154,18 @@ def test_a_step_down_is_an_event_a_line_in_the_log_and_a_note_in_the_report(x, c
 
 
 def test_a_sink_that_fails_hurts_nobody(x, caplog):
-    heard = []
+    received = []
 
     def bad(event):
         raise ValueError("sink is broken")
 
-    stops = [lz.subscribe(bad), lz.subscribe(heard.append)]
+    stops = [lz.subscribe(bad), lz.subscribe(received.append)]
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.rms_norm(x)
     for stop in stops:
         stop()
     assert "sink is broken" in caplog.text
-    assert [e.name for e in heard].count("selected") == 1
+    assert [e.name for e in received].count("selected") == 1
 
 
 def test_events_are_counted(x):
@@ -315,8 +315,8 @@ class Telemetry:
 
     def value(self, name: str, **about: str) -> Any:
         wanted = {f"layerzero.{key}": value for key, value in about.items()}
-        found = [p for p in self.points(name) if wanted.items() <= dict(p.attributes).items()]
-        return found[0].value if found else None
+        points = [p for p in self.points(name) if wanted.items() <= dict(p.attributes).items()]
+        return points[0].value if points else None
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_a_forked_child_leaves_the_workers_alone(workers):
     assert torch.equal(lz.rms_norm(x, weight, backend=ISOLATED), wanted)
 
 
-def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, happened):
+def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, emitted):
     """The plan goes on, and the worker comes back. It ends here as it would with this process: the
     other end of its pipe is closed while a kernel is at work."""
     x, weight, worker = torch.randn(4, 8), wish(bad.SLEEP), workers.workers[0]
@@ -207,11 +207,11 @@ def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, happened):
     with lz.prefer(ISOLATED):
         lz.rms_norm(x)                                     # the choice is made
         ending.start()
-        while not any(isinstance(e, Fallback) for e in happened):
+        while not any(isinstance(e, Fallback) for e in emitted):
             out = lz.rms_norm(x, weight)
     ending.join()
     assert torch.allclose(out, RMS_NORM.reference(x, weight), atol=1e-3)
-    fallback = next(e for e in happened if isinstance(e, Fallback))
+    fallback = next(e for e in emitted if isinstance(e, Fallback))
     assert fallback.kernel == ISOLATED and "killed by signal" in fallback.reason.message
     assert worker.process.returncode == -signal.SIGIO and not workers.workers
     with pytest.raises(WorkerStarting, match="killed by signal"):
@@ -221,14 +221,14 @@ def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, happened):
     assert not workers.deaths
 
 
-def test_a_hung_worker_is_a_timeout_and_the_plan_goes_on(workers, happened, monkeypatch):
+def test_a_hung_worker_is_a_timeout_and_the_plan_goes_on(workers, emitted, monkeypatch):
     monkeypatch.setattr(pools, "FIRST_DELAY", 600.0)       # no other is started
     x, process = torch.randn(4, 8), workers.workers[0].process
     lz.configure(isolation_timeout=0.3)
     with lz.prefer(ISOLATED):
         out = lz.rms_norm(x, wish(bad.HANG))
     assert torch.allclose(out, RMS_NORM.reference(x, wish(bad.HANG)), atol=1e-3)
-    fallback = next(e for e in happened if isinstance(e, Fallback))
+    fallback = next(e for e in emitted if isinstance(e, Fallback))
     assert fallback.reason.code is Code.KERNEL_TIMEOUT
     assert process.returncode == -signal.SIGKILL           # killed and reaped: no zombie
     assert worlds.current().health[ISOLATED].state == "open"

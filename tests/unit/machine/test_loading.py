@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import RMS_NORM, normed, of, path_of, rows
+from helpers import RMS_NORM, events_of, normalized, path_of, rows
 
 import layerzero as lz
 from layerzero.machine import loading
@@ -97,18 +97,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("code", "want", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_library_that_does_not_import_becomes_a_reason(library, happened, path, code, want,
+def test_a_library_that_does_not_import_becomes_a_reason(library, emitted, path, code, want,
                                                          words):
     kernel(library(code))
     assert why() == ()                                     # it looks fine until it is imported
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(3):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     (reason,) = why()
     assert reason.code is want and words in reason.message
-    (event,) = of(BackendUnavailable, happened)            # said once, not at every call
+    (event,) = events_of(BackendUnavailable, emitted)            # said once, not at every call
     assert event.kernel == "broken.rms_norm" and event.op == "rms_norm" and event.reason == reason
-    assert of(Fallback, happened) == []                    # it was never in a plan that ran
+    assert events_of(Fallback, emitted) == []                    # it was never in a plan that ran
     line = next(c for c in lz.doctor().checks if c.name == "loading broken.rms_norm")
     assert not line.ok and words in line.detail and (line.hint or want is not Code.ABI_MISMATCH)
     assert not worlds.current().health                     # not a fault of the kernel's
@@ -132,7 +132,7 @@ def test_what_was_asked_for_by_name_raises_if_it_does_not_load(library, path):
 def test_a_kernel_that_takes_other_arguments_than_the_op_has_is_refused(library):
     kernel(library("def rms_norm(x, gamma): return x"))
     x = rows()
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert "gamma" in why()[0].message
 
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_takes_other_arguments_than_the_op_has_is_refused(library)
 def test_a_library_that_is_not_there(path):
     kernel("surely_not_installed")
     x = rows()
-    torch.testing.assert_close(path_of(RMS_NORM, path)(x), normed(x))
+    torch.testing.assert_close(path_of(RMS_NORM, path)(x), normalized(x))
     assert ([r.code for r in why()] == [Code.NOT_INSTALLED]
             and "surely_not_installed" in why()[0].message)
     line = next(c for c in lz.doctor().checks if c.name == "library surely_not_installed")
@@ -156,7 +156,7 @@ def test_a_library_of_the_wrong_version_is_not_even_imported(library, version, w
     name = library(GOOD, version)
     kernel(name, version=wanted)
     x = rows()
-    torch.testing.assert_close(lz.rms_norm(x), x * 0 + 7 if fits else normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), x * 0 + 7 if fits else normalized(x))
     assert (name in sys.modules) == fits
     if not fits:
         (reason,) = why()
@@ -187,7 +187,7 @@ def test_to_look_for_a_part_of_a_library_does_not_import_the_library(library, in
     assert (not loading.is_importable(f"{name}.absent")
             and not loading.is_importable(f"{name}.cute.deeper"))
     x = rows()
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert why()[0].code in (Code.IMPORT_FAILED, Code.ABI_MISMATCH)
 
 
@@ -259,10 +259,11 @@ def _company_kernel():
     ids=["import", "nothing", "text", "twice"])
 def test_a_plugin_that_does_not_fit_is_refused_by_name_and_the_others_load(monkeypatch, load,
                                                                            words):
-    found = {"layerzero.ops": [],
-             "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
-    monkeypatch.setattr(catalog.importlib.metadata, "entry_points", lambda group: found[group])
-    made, problems = catalog.discover()
-    assert "company.rms_norm" in made.by_id and "torch.rms_norm" in made.by_id
+    entry_points = {"layerzero.ops": [],
+                    "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
+    monkeypatch.setattr(catalog.importlib.metadata, "entry_points",
+                        lambda group: entry_points[group])
+    kernels, problems = catalog.discover()
+    assert "company.rms_norm" in kernels.by_id and "torch.rms_norm" in kernels.by_id
     (problem,) = problems
     assert problem.kernel == "bad" and words in problem.reason.message

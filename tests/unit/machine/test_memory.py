@@ -39,7 +39,7 @@ def meta_facts(seq_q, seq_k, batch=1, heads=8):
     return call_facts(ATTENTION, q, k, v)
 
 
-def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
+def plan_with_workspace(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
     """Whether a kernel with that workspace may serve, and its plan."""
     kernel = lz.Kernel("lib.k", ATTENTION, lambda: ATTENTION.reference, workspace=workspace)
     context = SelectionContext(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
@@ -56,52 +56,53 @@ def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
     ("3 * max(itemsize, 4) * elements", 3 * 4 * 8 * 1024 * 1024),
     ("seq_q * head_dim // 2", 1024 * 32)])
 def test_the_workspace_is_computed_from_the_facts_of_the_call(workspace, want):
-    assert judged(workspace).steps[0].workspace == want
-    assert judged(workspace).to_json()["steps"][0]["workspace"] == want
+    assert plan_with_workspace(workspace).steps[0].workspace == want
+    assert plan_with_workspace(workspace).to_json()["steps"][0]["workspace"] == want
 
 
 @pytest.mark.parametrize("seq_k", [2049, 2500, 3072])
 def test_it_is_that_of_the_largest_call_in_the_bucket(seq_k):
     assert bucket_bottom(seq_k) == 2049 and bucket_top(seq_k) == 3072
-    assert judged("seq_k * 1000", seq_k=seq_k).steps[0].workspace == 3072 * 1000
+    assert plan_with_workspace("seq_k * 1000", seq_k=seq_k).steps[0].workspace == 3072 * 1000
     # derived sizes too
-    assert judged("elements", seq_q=1, seq_k=seq_k).steps[0].workspace == 8 * 1 * 3072
+    assert plan_with_workspace("elements", seq_q=1, seq_k=seq_k).steps[0].workspace == 8 * 1 * 3072
     # and exact ones as they are
-    assert judged("heads * head_dim", seq_k=seq_k).steps[0].workspace == 8 * 64
+    assert plan_with_workspace("heads * head_dim", seq_k=seq_k).steps[0].workspace == 8 * 64
 
 
 def test_a_bucket_is_judged_as_one_whichever_of_its_calls_comes_first():
-    verdicts = {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 300_000_000))
+    verdicts = {bool(plan_with_workspace("seq_k * 100000", seq_k=n, room=lambda: 300_000_000))
                 for n in range(2049, 3073, 64)}
     assert verdicts == {False}                             # 2049 alone would have fitted
-    assert {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 310_000_000))
+    assert {bool(plan_with_workspace("seq_k * 100000", seq_k=n, room=lambda: 310_000_000))
             for n in (2049, 3072)} == {True}
 
 
 # how much there is
 
 def test_the_reason_says_what_is_needed_and_what_there_is():
-    plan = judged("3000000000", room=lambda: 2 * GB)
+    plan = plan_with_workspace("3000000000", room=lambda: 2 * GB)
     (reason,) = plan.why_not("lib.k")
     assert reason.code is Code.MEMORY_HEADROOM_EXCEEDED
     assert "3000000000" in reason.message and str(2 * GB) in reason.message
-    assert judged("3000000000", room=lambda: 3 * 10**9)    # just enough is enough
+    assert plan_with_workspace("3000000000", room=lambda: 3 * 10**9)    # just enough is enough
 
 
 def test_free_memory_is_asked_for_the_smallest_workspace_and_for_none():
     def never():
         raise AssertionError("asked")
 
-    assert judged("0", room=never)
+    assert plan_with_workspace("0", room=never)
     with pytest.raises(AssertionError, match="asked"):
-        judged("1", room=never)
-    assert not judged("4096", room=lambda: 4095)           # many small ones fill a device too
+        plan_with_workspace("1", room=never)
+    assert not plan_with_workspace("4096",
+                                   room=lambda: 4095)           # many small ones fill a device too
 
 
 def test_a_configured_headroom_holds_for_small_workspaces_too():
-    assert not judged("4096", room=lambda: 1024, memory_headroom=1024)
-    assert judged("1024", room=lambda: 1024, memory_headroom=1024)
-    assert judged("0", room=lambda: 0, memory_headroom=0)
+    assert not plan_with_workspace("4096", room=lambda: 1024, memory_headroom=1024)
+    assert plan_with_workspace("1024", room=lambda: 1024, memory_headroom=1024)
+    assert plan_with_workspace("0", room=lambda: 0, memory_headroom=0)
 
 
 def test_headroom_is_the_configured_one_or_a_share_of_what_is_free():
@@ -147,7 +148,7 @@ def test_the_headroom_may_change_while_running(path):
     assert fake.calls == 3
 
 
-def test_a_bucket_served_within_the_headroom_stays_within_it(path, happened):
+def test_a_bucket_served_within_the_headroom_stays_within_it(path, emitted):
     fake = Fake("fake.greedy", ATTENTION, workspace="1000 * seq_k")
     register(fake)
     lz.configure(memory_headroom=24_000)
@@ -158,10 +159,10 @@ def test_a_bucket_served_within_the_headroom_stays_within_it(path, happened):
         if fake.calls > before:
             largest = seq_k
     assert largest == 24                                   # the top of the first bucket
-    assert len([e for e in happened if isinstance(e, Selected)]) == 3       # 17-24, 25-32, 33-48
+    assert len([e for e in emitted if isinstance(e, Selected)]) == 3       # 17-24, 25-32, 33-48
 
 
-def test_running_out_of_memory_all_the_same_walks_down_the_plan(path, happened):
+def test_running_out_of_memory_all_the_same_walks_down_the_plan(path, emitted):
     greedy = Fake("fake.greedy", fault=torch.OutOfMemoryError("tried to allocate 8 GiB"))
     modest = Fake("fake.modest", prior=1e5)
     register(greedy, modest)
@@ -170,5 +171,5 @@ def test_running_out_of_memory_all_the_same_walks_down_the_plan(path, happened):
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
     # it may fit the next time: nothing is tripped
     assert greedy.calls == modest.calls == 2
-    fallbacks = [e for e in happened if isinstance(e, Fallback)]
+    fallbacks = [e for e in emitted if isinstance(e, Fallback)]
     assert len(fallbacks) == 2 and {e.reason.code for e in fallbacks} == {Code.OUT_OF_MEMORY}

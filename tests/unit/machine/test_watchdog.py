@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, health_of, of, only, path_of, register, rows
+from helpers import RMS_NORM, Fake, allow_only, events_of, health_of, path_of, register, rows
 
 import layerzero as lz
 from layerzero.machine.watchdog import run_isolated
@@ -67,21 +67,21 @@ def test_what_cannot_travel_is_refused_before_anything_starts():
     ("hanging", lz.Code.KERNEL_TIMEOUT, " s"), ("crashing", lz.Code.KERNEL_FAILED, "SIGSEGV"),
     ("exiting", lz.Code.KERNEL_FAILED, "ended with 7"),
     ("failing", lz.Code.DEVICE_FAULT, "illegal memory access")])
-def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened, tmp_path, monkeypatch):
+def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, emitted, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     monkeypatch.setenv("HOSTILE_KERNEL_BEGUN", str(begun))
     kernel = hostile(how)
     lz.register(kernel)
     for seconds in (5.0, 20.0, 80.0) if how == "hanging" else (240.0,):
         worlds.publish(lambda w: w.replace(health={}), "test")
-        happened.clear()
+        emitted.clear()
         reason = probe(kernel, timeout=seconds)
         assert reason.code is code and word in reason.message
         if begun.exists():                     # else the machine is busy: it was still loading
             break
     assert begun.exists()
     assert health_of(kernel.id).state == "disabled"
-    assert [e.kernel for e in of(HealthChanged, happened)] == [kernel.id]
+    assert [e.kernel for e in events_of(HealthChanged, emitted)] == [kernel.id]
     x = rows()
     assert lz.Code.BACKEND_DISABLED in [r.code
                                         for r in lz.explain("rms_norm", x).why_not(kernel.id)]
@@ -111,7 +111,7 @@ def test_a_kernel_that_another_process_cannot_know_is_not_condemned():
 
 # faults in this process
 
-def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, happened):
+def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, emitted):
     greedy = Fake("fake.greedy",
                   fault=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB"),
                   workspace="1000000")
@@ -119,7 +119,7 @@ def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, happened):
     register(greedy, modest)
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
-    (event,) = of(Fallback, happened)
+    (event,) = events_of(Fallback, emitted)
     assert (event.kernel, event.served_by, event.reason.code) == ("fake.greedy", "fake.modest",
                                                                   lz.Code.OUT_OF_MEMORY)
     assert health_of("fake.greedy") is None
@@ -128,7 +128,7 @@ def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, happened):
 @pytest.mark.parametrize("text", [
     "CUDA error: an illegal memory access was encountered",
     "Triton Error [CUDA]: unspecified launch failure"])
-def test_a_lost_device_is_said_to_be_lost(path, happened, text):
+def test_a_lost_device_is_said_to_be_lost(path, emitted, text):
     register(Fake("fake.stray", fault=RuntimeError(text), package="torch"),
              Fake("fake.other", prior=1e5,
              package="torch"))
@@ -141,7 +141,7 @@ def test_a_lost_device_is_said_to_be_lost(path, happened, text):
         lz.Code.BACKEND_DISABLED}
 
 
-def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, happened):
+def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, emitted):
     refused = LaunchRefused.of("fake.large", grid_problems((1, 70000), LaunchLimits()))
     large = Fake("fake.large", fault=refused)
     register(large)
@@ -149,8 +149,9 @@ def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, h
         torch.testing.assert_close(path_of(RMS_NORM, path)(rows()), normed_rows())
     # asked once: it is refused for this kind
     assert large.calls == 1 and health_of("fake.large") is None
-    assert {e.reason.code for e in of(Fallback, happened)} == {lz.Code.CUDA_BLOCK_LIMIT_EXCEEDED}
-    only("fake.large", op="rms_norm")
+    assert {e.reason.code for e in events_of(Fallback,
+                                             emitted)} == {lz.Code.CUDA_BLOCK_LIMIT_EXCEEDED}
+    allow_only("fake.large", op="rms_norm")
     with pytest.raises(lz.errors.NoKernelFoundError,
                        match="grid y must be a whole number from 1 to 65535, got 70000"):
         lz.rms_norm(rows())

@@ -98,9 +98,9 @@ def test_symmetric_codes_need_no_zeros():
     ({"g_idx": torch.zeros(64, dtype=torch.int32)}, Code.SCALE_LAYOUT_MISMATCH, "g_idx"),
     ({"g_idx": torch.zeros(60, dtype=torch.int32)}, Code.DIM_MISMATCH, "g_idx")])
 def test_what_does_not_fit_is_refused(change, code, name):
-    given = {"qweight": torch.zeros(8, 16, dtype=torch.int32),
-             "qzeros": torch.zeros(2, 2, dtype=torch.int32), "scales": torch.ones(2, 16), **change}
+    inputs = {"qweight": torch.zeros(8, 16, dtype=torch.int32),
+              "qzeros": torch.zeros(2, 2, dtype=torch.int32), "scales": torch.ones(2, 16), **change}
     with pytest.raises(lz.errors.InvalidCall) as error:
-        lz.quant.from_gptq(**given)
+        lz.quant.from_gptq(**inputs)
     reason = error.value.reasons[0]
     assert reason.code is code and reason.fact.partition(".")[0] == name, str(error.value)

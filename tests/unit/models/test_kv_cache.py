@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: str = "paged 16", **options: Any) -> KVCache:
+def make_cache(kind: str = "paged 16", **options: Any) -> KVCache:
     return lz.kv_cache(**{"kv_heads": KV_HEADS, "head_dim": DIM, **KINDS[kind], **options})
 
 
@@ -59,7 +59,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("window", [-1, 20])
 def test_prefill_and_decode_equal_full_attention(kind: str, layout: str, prompts: tuple[int, ...],
                                                  window: int) -> None:
-    cache = made(kind, layout=layout)
+    cache = make_cache(kind, layout=layout)
     streams = [Stream(i, n + STEPS) for i, n in enumerate(prompts)]
     names = [cache.add() for _ in prompts]
     parts = list(zip(streams, prompts))
@@ -78,7 +78,7 @@ def test_prefill_and_decode_equal_full_attention(kind: str, layout: str, prompts
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_prefill_while_others_decode(kind: str) -> None:
-    cache = made(kind)
+    cache = make_cache(kind)
     a, b = Stream(1, 60), Stream(2, 60)
     first = cache.add()
     cache.append(a.k[:30], a.v[:30])
@@ -95,7 +95,7 @@ def test_some_prefill_while_others_decode(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_first_tensors_and_the_log_sum_exp(kind: str) -> None:
-    cache = made(kind)
+    cache = make_cache(kind)
     streams = [Stream(i, 21) for i in range(3)]
     for _ in streams:
         cache.add()
@@ -111,7 +111,7 @@ def test_batch_first_tensors_and_the_log_sum_exp(kind: str) -> None:
 
 # What selection sees
 
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The lz calls that are made from now on, by op and keyword arguments."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for name in ("attention", "paged_attention"):
@@ -128,17 +128,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = asked(monkeypatch)
-    cache = made("contiguous", layout=layout)
+    calls = record_calls(monkeypatch)
+    cache = make_cache("contiguous", layout=layout)
     streams = [Stream(i, 20) for i in range(3)]
     names = [cache.add() for _ in streams]
     k, v, q = (torch.stack([getattr(s, t) for s in streams]) for t in "kvq")
     cache.append(k, v)
     cache.attend(q)
-    name, given = calls[0]
-    assert name == "attention" and tuple(given["key"].shape) == (3, 20, KV_HEADS, DIM)
+    name, arguments = calls[0]
+    assert name == "attention" and tuple(arguments["key"].shape) == (3, 20, KV_HEADS, DIM)
     # no copy
-    assert given["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()
+    assert arguments["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()
     cache.append(streams[0].k[:1], streams[0].v[:1], names[:1])
     cache.attend(q[:, -1:].flatten(0, 1), names)
     cache.attend(q[[0, 2], -1], (names[0], names[2]))
@@ -148,18 +148,18 @@ def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str,
 @pytest.mark.parametrize(("kind", "page_size"), [("paged 64", 64), ("chunked", 24)])
 def test_page_size_and_layout_go_with_the_call(kind: str, page_size: int,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = asked(monkeypatch)
-    cache, s = made(kind, layout="HND"), Stream(0, 5)
+    calls = record_calls(monkeypatch)
+    cache, s = make_cache(kind, layout="HND"), Stream(0, 5)
     cache.add()
     cache.append(s.k, s.v)
     cache.attend(s.q)
-    name, given = calls[0]
-    assert (name, given["kv_layout"], given["key"].shape[2]) == ("paged_attention", "HND",
-                                                                 page_size)
+    name, arguments = calls[0]
+    assert (name, arguments["kv_layout"], arguments["key"].shape[2]) == ("paged_attention", "HND",
+                                                                         page_size)
 
 
 def test_a_kernel_may_be_named() -> None:
-    cache, s = made(), Stream(0, 20)
+    cache, s = make_cache(), Stream(0, 20)
     cache.add()
     cache.append(s.k, s.v)
     close(cache.attend(s.q, backend="torch.paged_gather"), s.truth(0, 20))
@@ -170,7 +170,7 @@ def test_a_kernel_may_be_named() -> None:
 # Pages
 
 def test_pages_come_back_and_are_used_again() -> None:
-    cache = made("paged 16", pages=6)
+    cache = make_cache("paged 16", pages=6)
     long, short = Stream(0, 60), Stream(1, 20)
     a, b = cache.add(), cache.add()
     cache.append(torch.cat((long.k, short.k)), torch.cat((long.v, short.v)), (a, b), (60, 20))
@@ -188,7 +188,7 @@ def test_pages_come_back_and_are_used_again() -> None:
     ("contiguous", {"max_len": 48}, 49)])
 def test_a_full_cache_says_so_and_is_as_it_was(kind: str, options: dict[str, Any],
                                                prompt: int) -> None:
-    cache, s = made(kind, **options), Stream(0, 60)
+    cache, s = make_cache(kind, **options), Stream(0, 60)
     name = cache.add()
     with pytest.raises(CacheFull, match="nothing was changed") as caught:
         cache.append(s.k[:prompt], s.v[:prompt])
@@ -203,7 +203,7 @@ def test_a_full_cache_says_so_and_is_as_it_was(kind: str, options: dict[str, Any
 
 
 def test_no_sequence_of_a_batch_is_written_if_one_has_no_room() -> None:
-    cache, s = made("paged 16", pages=3), Stream(0, 40)
+    cache, s = make_cache("paged 16", pages=3), Stream(0, 40)
     a, b = cache.add(), cache.add()
     with pytest.raises(CacheFull):
         cache.append(s.k[:40], s.v[:40], (a, b), (7, 33))
@@ -222,7 +222,7 @@ def test_a_page_is_not_released_twice() -> None:
 
 
 def test_a_removed_sequence_is_unknown() -> None:
-    cache, s = made(), Stream(0, 3)
+    cache, s = make_cache(), Stream(0, 3)
     name = cache.add()
     cache.remove(name)
     for use in (lambda: cache.remove(name), lambda: cache.length(name), lambda: cache.fork(name),
@@ -233,7 +233,7 @@ def test_a_removed_sequence_is_unknown() -> None:
 
 
 def test_pages_of_one_sequence_tend_to_be_neighbours() -> None:
-    cache, s = made("paged 16"), Stream(0, 60)
+    cache, s = make_cache("paged 16"), Stream(0, 60)
     cache.add()
     for i in range(60):
         cache.append(s.k[i:i + 1], s.v[i:i + 1])
@@ -245,7 +245,7 @@ def test_pages_of_one_sequence_tend_to_be_neighbours() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefix", [32, 45])
 def test_a_fork_shares_its_prefix_and_goes_its_own_way(kind: str, prefix: int) -> None:
-    cache = made(kind)
+    cache = make_cache(kind)
     base, other = Stream(0, 90), Stream(1, 90)
     a = cache.add()
     cache.append(base.k[:prefix], base.v[:prefix])
@@ -267,7 +267,7 @@ def test_a_fork_shares_its_prefix_and_goes_its_own_way(kind: str, prefix: int) -
 
 
 def test_full_pages_stay_shared() -> None:
-    cache, s = made("paged 16"), Stream(0, 40)
+    cache, s = make_cache("paged 16"), Stream(0, 40)
     a = cache.add()
     cache.append(s.k, s.v)
     b = cache.fork(a)
@@ -280,7 +280,7 @@ def test_full_pages_stay_shared() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_changes_its_layout_and_keeps_what_it_holds(kind: str) -> None:
-    cache, s = made(kind), Stream(0, 41)
+    cache, s = make_cache(kind), Stream(0, 41)
     cache.add()
     cache.append(s.k[:30], s.v[:30])
     before = cache.gather(0)
@@ -292,8 +292,8 @@ def test_a_cache_changes_its_layout_and_keeps_what_it_holds(kind: str) -> None:
     close(cache.attend(s.q[30:]), s.truth(30, 41))
     cache.relayout("NHD")
     cache.relayout("NHD")
-    for held, given in zip(cache.gather(0), (s.k, s.v)):
-        assert torch.equal(held, given)
+    for held, original in zip(cache.gather(0), (s.k, s.v)):
+        assert torch.equal(held, original)
 
 
 QUANTIZED = {torch.float8_e4m3fn: 0.1, torch.float8_e5m2: 0.2, torch.int8: 0.02}
@@ -303,14 +303,14 @@ QUANTIZED = {torch.float8_e4m3fn: 0.1, torch.float8_e5m2: 0.2, torch.int8: 0.02}
 @pytest.mark.parametrize("kind", ["paged 16", "chunked", "contiguous"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_quantized_cache_comes_near(kind: str, dtype: torch.dtype, layout: str) -> None:
-    cache, s = made(kind, dtype=dtype, layout=layout), Stream(0, 60)
+    cache, s = make_cache(kind, dtype=dtype, layout=layout), Stream(0, 60)
     name = cache.add()
     cache.append(s.k[:50], s.v[:50])
     assert cache.key.dtype == dtype and tuple(cache.key_scale.shape) == (KV_HEADS,)
     cache.append(s.k[50:], s.v[50:])
     key, value = cache.gather(name)
-    for held, given in ((key, s.k), (value, s.v)):
-        assert (held - given).abs().max() < QUANTIZED[dtype] * given.abs().max()
+    for held, original in ((key, s.k), (value, s.v)):
+        assert (held - original).abs().max() < QUANTIZED[dtype] * original.abs().max()
     out, exact = cache.attend(s.q[50:]), s.truth(50, 60)
     close(out, exact, 4 * QUANTIZED[dtype])
     # and what is stored is attended to exactly
@@ -319,7 +319,7 @@ def test_a_quantized_cache_comes_near(kind: str, dtype: torch.dtype, layout: str
 
 
 def test_given_scales_are_kept_and_what_exceeds_them_is_clamped() -> None:
-    cache = made(dtype=torch.int8, key_scale=0.01, value_scale=torch.tensor([0.5, 0.25]))
+    cache = make_cache(dtype=torch.int8, key_scale=0.01, value_scale=torch.tensor([0.5, 0.25]))
     cache.add()
     ones = torch.ones(1, KV_HEADS, DIM)
     cache.append(ones * 5, ones * 100)
@@ -330,7 +330,7 @@ def test_given_scales_are_kept_and_what_exceeds_them_is_clamped() -> None:
 
 def test_a_cache_of_another_float_than_the_query_is_refused() -> None:
     for kind in ("paged 16", "contiguous"):
-        cache, s = made(kind, dtype=torch.float16), Stream(0, 5)
+        cache, s = make_cache(kind, dtype=torch.float16), Stream(0, 5)
         cache.add()
         cache.append(s.k, s.v)
         with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
@@ -339,7 +339,7 @@ def test_a_cache_of_another_float_than_the_query_is_refused() -> None:
 
 
 def test_what_is_appended_leaves_no_gradient_behind() -> None:
-    cache, s = made(), Stream(0, 5)
+    cache, s = make_cache(), Stream(0, 5)
     cache.add()
     cache.append(s.k.requires_grad_(), s.v)
     assert not cache.key.requires_grad
@@ -349,7 +349,7 @@ def test_what_is_appended_leaves_no_gradient_behind() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_encoders_keys_stay_apart(kind: str) -> None:
-    cache = made(kind, cross_len=50)
+    cache = make_cache(kind, cross_len=50)
     a, b = cache.add(), cache.add()
     encoder = [Stream(5, 50), Stream(6, 50)]
     decoder = [Stream(7, 40), Stream(8, 40)]
@@ -369,7 +369,7 @@ def test_the_encoders_keys_stay_apart(kind: str) -> None:
 
 
 def test_the_encoders_keys_are_written_once_and_belong_to_the_decoder() -> None:
-    cache, s = made(cross_len=20), Stream(0, 20)
+    cache, s = make_cache(cross_len=20), Stream(0, 20)
     a = cache.add()
     cross = cache.cross
     cross.append(s.k, s.v)
@@ -390,7 +390,7 @@ def test_the_encoders_keys_are_written_once_and_belong_to_the_decoder() -> None:
 
 def test_cross_needs_its_size() -> None:
     with pytest.raises(lz.errors.InvalidCall, match="cross_len is required"):
-        _ = made().cross
+        _ = make_cache().cross
 
 
 # Bad arguments
@@ -408,10 +408,10 @@ def test_bad_arguments_are_named() -> None:
                           ({"dtype": torch.int8, "value_scale": torch.ones(3)},
                            "value_scale must be one number or 2")):
         with pytest.raises(lz.errors.InvalidCall, match=word):
-            made(**options)
+            make_cache(**options)
     with pytest.raises(TypeError, match="max_len"):
-        made(max_len=3)
-    cache = made()
+        make_cache(max_len=3)
+    cache = make_cache()
     a, b = cache.add(), cache.add()
     bad: list[tuple[tuple[Any, ...], str]] = [
         ((s.k, s.v, (a, a), (6, 6)), "each sequence at most once"),
@@ -434,7 +434,7 @@ def test_bad_arguments_are_named() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_appends_and_batches(kind: str) -> None:
-    cache, s = made(kind), Stream(0, 5)
+    cache, s = make_cache(kind), Stream(0, 5)
     assert tuple(cache.attend(s.q[:0], ()).shape) == (0, HEADS, DIM)
     a, b = cache.add(), cache.add()
     cache.append(s.k, s.v, (a, b), (5, 0))

@@ -32,15 +32,15 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
         call = calls.describe(op, values)
         again = Call.from_json(json.loads(json.dumps(call.to_json())))
         assert again == call
-        made = calls.make_values(op, again)
-        after = facts.read(op, made)
+        remade = calls.make_values(op, again)
+        after = facts.read(op, remade)
         assert kind_of(op, after) == kind_of(op, before)
         for p in op.params:
             if isinstance(values[p.name], torch.Tensor):
-                assert (made[p.name].shape == values[p.name].shape
-                        and made[p.name].dtype == values[p.name].dtype)
-                if not made[p.name].is_contiguous():
-                    assert made[p.name].stride() == values[p.name].stride()
+                assert (remade[p.name].shape == values[p.name].shape
+                        and remade[p.name].dtype == values[p.name].dtype)
+                if not remade[p.name].is_contiguous():
+                    assert remade[p.name].stride() == values[p.name].stride()
 
 
 def test_made_twice_is_equal_and_another_seed_differs():
@@ -54,16 +54,16 @@ def test_made_twice_is_equal_and_another_seed_differs():
 def test_expanded_tensor_keeps_its_stride():
     k = torch.randn(1, 2, 1, 5, 8).expand(1, 2, 3, 5, 8)
     spec = calls._describe_tensor(k)
-    made = calls._make_tensor(spec, "cpu", torch.Generator())
-    assert made.stride() == k.stride() and torch.equal(made[:, :, 0], made[:, :, 2])
+    tensor = calls._make_tensor(spec, "cpu", torch.Generator())
+    assert tensor.stride() == k.stride() and torch.equal(tensor[:, :, 0], tensor[:, :, 2])
 
 
 def test_many_whole_numbers_are_kept_as_their_range():
     ids = torch.arange(70_000) % 500
     spec = calls._describe_tensor(ids)
     assert spec.values is None and spec.below == 500
-    made = calls._make_tensor(spec, "cpu", torch.Generator().manual_seed(0))
-    assert made.max() < 500 and made.min() >= 0 and made.dtype == torch.int64
+    tensor = calls._make_tensor(spec, "cpu", torch.Generator().manual_seed(0))
+    assert tensor.max() < 500 and tensor.min() >= 0 and tensor.dtype == torch.int64
 
 
 def test_file(tmp_path):
@@ -73,7 +73,7 @@ def test_file(tmp_path):
     assert read_calls(tmp_path / "calls.jsonl") == some
 
 
-@pytest.mark.parametrize("line, said", [
+@pytest.mark.parametrize("line, message", [
     ("{", "calls.jsonl:1"),
     ('{"op": 3}', "op"),
     ('{"op": "a", "count": 0}', "count"),
@@ -84,10 +84,10 @@ def test_file(tmp_path):
     ('{"op": "a", "arguments": {"x": [1]}}',
      r"arguments\.x: wanted an object or .* null, got \[1\]"),
 ])
-def test_a_broken_file_says_where(tmp_path, line, said):
+def test_a_broken_file_says_where(tmp_path, line, message):
     path = tmp_path / "calls.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(lz.errors.DataError, match=said):
+    with pytest.raises(lz.errors.DataError, match=message):
         read_calls(path)
 
 
@@ -101,8 +101,8 @@ def test_objects_cannot_be_written_down():
 def test_a_filter_that_is_on_is_another_kind_of_call_and_a_seed_is_not():
     def family(**by) -> str:
         op = lz.op("sample")
-        given = {**{p.name: p.default for p in op.params}, "logits": torch.zeros(2, 300), **by}
-        return kind_of(op, facts.read(op, given)).family
+        inputs = {**{p.name: p.default for p in op.params}, "logits": torch.zeros(2, 300), **by}
+        return kind_of(op, facts.read(op, inputs)).family
 
     plain = family()
     assert family(temperature=0.7) == plain == family(offset=3)

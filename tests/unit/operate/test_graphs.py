@@ -15,9 +15,9 @@ from helpers import (
     RMS_NORM,
     Fake,
     call_facts,
+    events_of,
     health_of,
     nvidia,
-    of,
     path_of,
     policy,
     register,
@@ -99,9 +99,9 @@ def test_outside_a_capture_nobody_asks():
 # what certificates say
 
 def certificate(kernel: lz.Kernel, **changes) -> Certificate:
-    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
+    cert = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
                        HERE.signature, HERE.name, 10, 2, ("float32",), "abc")
-    return replace(made, **changes)
+    return replace(cert, **changes)
 
 
 def test_a_verdict_is_read_from_the_certificate_and_voids_with_it(tmp_path, monkeypatch):
@@ -188,17 +188,17 @@ def broken(fake: Fake) -> None:
         lz.rms_norm(rows(), backend=fake.id)
 
 
-def test_an_event_says_when_a_kernel_of_a_live_graph_was_disabled(happened):
+def test_an_event_says_when_a_kernel_of_a_live_graph_was_disabled(emitted):
     inside, outside = Fake("fake.inside"), Fake("fake.outside")
     register(inside, outside)
     graph = held(inside)
     assert graph.kernels == ("fake.inside",) and not graph.disabled
     broken(outside)
     lz.configure(memory_headroom=1 << 40)                  # another world changes nothing
-    assert not of(GraphKernelDisabled, happened)
+    assert not events_of(GraphKernelDisabled, emitted)
     broken(inside)
     lz.configure(memory_headroom=None)
-    (event,) = of(GraphKernelDisabled, happened)           # once
+    (event,) = events_of(GraphKernelDisabled, emitted)           # once
     assert (event.op, event.kernel, event.graph) == ("rms_norm", "fake.inside", "graph of a test")
     assert (event.reason.code is lz.Code.BACKEND_DISABLED
             and "illegal memory access" in event.reason.message)
@@ -206,23 +206,23 @@ def test_an_event_says_when_a_kernel_of_a_live_graph_was_disabled(happened):
     assert event.to_json()["event"] == "graph_kernel_disabled"
 
 
-def test_an_unregistered_kernel_stays_loaded_for_the_graph_and_is_told(happened):
+def test_an_unregistered_kernel_stays_loaded_for_the_graph_and_is_told(emitted):
     fake = Fake("fake.gone")
     register(fake)
     graph = held(fake)
     lz.unregister("fake.gone")
-    assert [e.kernel for e in of(GraphKernelDisabled, happened)] == ["fake.gone"]
+    assert [e.kernel for e in events_of(GraphKernelDisabled, emitted)] == ["fake.gone"]
     assert len(graph._loaded) == 1 and fake.loads == 1
 
 
-def test_a_graph_that_is_gone_is_told_nothing(happened):
+def test_a_graph_that_is_gone_is_told_nothing(emitted):
     fake = Fake("fake.one")
     register(fake)
     graph = held(fake)
     del graph
     gc.collect()
     lz.unregister("fake.one")
-    assert not of(GraphKernelDisabled, happened)
+    assert not events_of(GraphKernelDisabled, emitted)
 
 
 def test_the_calls_since_are_counted_by_op_and_kernel(path):

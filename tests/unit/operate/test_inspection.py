@@ -146,15 +146,15 @@ def test_explain_is_right_about_every_op(world, op):
             assert served(before, lz.stats().calls) == {(op, plan.kernel): 1}, case
 
 
-def test_explain_runs_nothing_and_loads_nothing(world, happened):
+def test_explain_runs_nothing_and_loads_nothing(world, emitted):
     fake = Fake("fake.watched")
     register(fake)
     before = lz.stats().calls
-    del happened[:]
+    del emitted[:]
     for ask in (lz.explain, lz.which, lz.select):
         ask("rms_norm", rows())
     assert lz.validate("rms_norm", "fake.watched", rows()) == ()
-    assert fake.calls == fake.loads == 0 and lz.stats().calls == before and happened == []
+    assert fake.calls == fake.loads == 0 and lz.stats().calls == before and emitted == []
     assert lz.explain("rms_norm", rows()).kernel == "fake.watched"
 
 

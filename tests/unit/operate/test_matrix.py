@@ -22,11 +22,11 @@ def register(version="", torch=""):
 
 def test_what_fits_and_what_is_not_installed_is_well():
     assert register(">=1").verdict == "fits"
-    found = matrix()
-    absent = [row for row in found.rows if row.verdict == "not installed"]
+    report = matrix()
+    absent = [row for row in report.rows if row.verdict == "not installed"]
     assert all(row.ok for row in absent)
-    assert f"{len(found.rows)} libraries" in str(found)
-    assert json.loads(json.dumps(found.to_json()))["ok"] is found.ok
+    assert f"{len(report.rows)} libraries" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["ok"] is report.ok
 
 
 @pytest.mark.parametrize(("declared", "words"), [
@@ -35,8 +35,8 @@ def test_a_conflict_is_named_and_fails_the_command(declared, words, capsys):
     row = register(**declared)
     assert not row.ok and words in row.verdict and words.split()[-1] in row.declared
     assert ask.matrix(deep=False, as_json=True) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert not told["ok"] and "numpy" in [r["library"] for r in told["rows"]]
+    data = json.loads(capsys.readouterr().out)
+    assert not data["ok"] and "numpy" in [r["library"] for r in data["rows"]]
 
 
 def test_the_interpreter_of_a_worker_is_compared_too(tmp_path):

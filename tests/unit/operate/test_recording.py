@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, normed, path_of, qkv, register, rows
+from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, run_lz
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
@@ -41,10 +41,10 @@ def of(recorder, op):
 def test_calls_are_counted_and_results_are_the_same(path):
     fn, x, w = path_of("rms_norm", path), rows(4, 64), rows(1, 64)[0]
     before = fn(x, w)
-    with record() as found:
+    with record() as recorder:
         results = [fn(x, w) for _ in range(7)]
     assert all(torch.equal(r, before) for r in results)
-    (call,) = found.calls
+    (call,) = recorder.calls
     assert call.count == 7 and call.name == f"served by {lz.which('rms_norm', x, w)}"
     assert call.arguments["x"] == TensorSpec((4, 64), "float32") and not call.grad
 
@@ -56,36 +56,37 @@ def test_after_the_block_calls_hit_again(path):
         assert not dispatchers["rms_norm"].globals["TABLE"]
     fn(x)
     fn(x)
-    found = dispatchers["rms_norm"]
-    assert type(found) is dispatching.Dispatcher is recording._PLAIN
-    assert found.globals["TABLE"] is found.cache.table and len(found.cache.table) == 1
+    dispatcher = dispatchers["rms_norm"]
+    assert type(dispatcher) is dispatching.Dispatcher is recording._PLAIN
+    assert (dispatcher.globals["TABLE"] is dispatcher.cache.table
+            and len(dispatcher.cache.table) == 1)
     if path == "native":
-        assert found.native.compiled.size() == 1
+        assert dispatcher.native.compiled.size() == 1
 
 
 def test_a_growing_cache_is_one_kind_until_its_bucket_ends(path):
     fn = path_of("attention", path)
-    with record() as found:
+    with record() as recorder:
         for seen in range(97, 130):
             fn(*qkv(1, seen))
-    assert [(c.arguments["key"].shape[2], c.count) for c in found.calls] == [(97, 32), (129, 1)]
+    assert [(c.arguments["key"].shape[2], c.count) for c in recorder.calls] == [(97, 32), (129, 1)]
 
 
 def test_layouts_that_kernels_tell_apart_are_kinds_of_their_own(path):
     fn, (q, k, v) = path_of("attention", path), qkv(8)
     moved = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    with record() as found:
+    with record() as recorder:
         fn(q, k, v)
         fn(*moved)
         fn(*moved)
     assert [(c.count, c.arguments["query"].strides)
-            for c in found.calls] == [(1, None), (2, moved[0].stride())]
+            for c in recorder.calls] == [(1, None), (2, moved[0].stride())]
 
 
 def test_unusual_calls_are_written_as_what_was_served(world):
     q, k, v = qkv(8)
     x = rows(4, 16)
-    with record() as found:
+    with record() as recorder:
         lz.attention(q[0], k[0], v[0])                         # three dimensions
         lz.attention(q, k, v, backend="torch.sdpa_math")
         with torch.autocast("cpu", torch.bfloat16):
@@ -93,12 +94,12 @@ def test_unusual_calls_are_written_as_what_was_served(world):
         with lz.prefer("reference.*"):
             lz.rms_norm(x)
         lz.rms_norm(x.requires_grad_())
-    flat, named, lowered = of(found, "attention")
+    flat, named, lowered = of(recorder, "attention")
     assert flat.arguments["query"].shape == (1, 2, 8, 16)
     assert named.name == "served by torch.sdpa_math"
     assert lowered.arguments["query"].dtype == "bfloat16"
-    assert [c.grad for c in of(found, "rms_norm")] == [False, True]
-    assert of(found, "rms_norm")[0].name == "served by reference.rms_norm"
+    assert [c.grad for c in of(recorder, "rms_norm")] == [False, True]
+    assert of(recorder, "rms_norm")[0].name == "served by reference.rms_norm"
 
 
 def test_who_served_after_a_fault_is_named(path):
@@ -106,49 +107,49 @@ def test_who_served_after_a_fault_is_named(path):
                          prior=1e7), Fake("fake.sound", prior=1e6)
     register(broken, sound)
     x = rows()
-    with record() as found:
-        assert torch.equal(path_of("rms_norm", path)(x), normed(x))
-    assert [(c.name, c.count) for c in found.calls] == [("served by fake.sound", 1)]
+    with record() as recorder:
+        assert torch.equal(path_of("rms_norm", path)(x), normalized(x))
+    assert [(c.name, c.count) for c in recorder.calls] == [("served by fake.sound", 1)]
 
 
 def test_a_call_that_fails_is_not_written(path):
     fn, x = path_of("rms_norm", path), rows()
-    with record() as found, pytest.raises(lz.errors.InvalidCall):
+    with record() as recorder, pytest.raises(lz.errors.InvalidCall):
         fn(x, rows(1, 17)[0])
-    assert found.calls == ()
+    assert recorder.calls == ()
 
 
 def test_a_new_world_does_not_end_it(path):
     fn, x = path_of("rms_norm", path), rows()
-    with record() as found:
+    with record() as recorder:
         fn(x)
         lz.clear_cache()
         fn(x)
         lz.configure(deterministic=True)
         fn(x)
-    assert [c.count for c in found.calls] == [3]
+    assert [c.count for c in recorder.calls] == [3]
 
 
 def test_an_operation_made_meanwhile_is_recorded(world):
     op = replace(RMS_NORM, name="recorded_norm")
-    with record() as found:
+    with record() as recorder:
         fn = lz.register(op)
         register(Fake("fake.recorded", op))
         fn(rows())
         fn(rows())
-    assert [(c.op, c.count) for c in found.calls] == [("recorded_norm", 2)]
+    assert [(c.op, c.count) for c in recorder.calls] == [("recorded_norm", 2)]
     assert type(dispatchers["recorded_norm"]) is recording._PLAIN
 
 
 def test_no_call_of_any_thread_is_lost(path):
     fn, x = path_of("rms_norm", path), rows()
-    with record() as found, torch.no_grad():
+    with record() as recorder, torch.no_grad():
         workers = [threading.Thread(target=lambda: [fn(x) for _ in range(200)]) for _ in range(4)]
         for t in workers:
             t.start()
         for t in workers:
             t.join()
-    assert [c.count for c in found.calls] == [800]
+    assert [c.count for c in recorder.calls] == [800]
 
 
 def test_recordings_inside_each_other_each_see_their_own(world):
@@ -163,41 +164,41 @@ def test_recordings_inside_each_other_each_see_their_own(world):
 
 def test_what_cannot_be_written_is_counted(world):
     tokenize = lz.op("tokenize")
-    with record() as found:
+    with record() as recorder:
         public_function(tokenize)(**tokenize.inputs(**tokenize.cases[0]))
-    assert found.calls == () and found.unwritten == 1
+    assert recorder.calls == () and recorder.unwritten == 1
 
 
 def test_a_traced_call_is_written_once(world):
-    with record() as found, FakeTensorMode():
+    with record() as recorder, FakeTensorMode():
         for _ in range(3):
             lz.rms_norm(torch.empty(5, 32))
-    (call,) = found.calls
+    (call,) = recorder.calls
     assert call.count == 1 and call.name.startswith("traced into ")
     assert call.arguments["x"] == TensorSpec((5, 32), "float32")
 
 
 def test_values_of_whole_numbers_are_kept_so_that_the_call_can_be_made_again(world):
     table, ids = rows(9, 8), torch.tensor([8, 0, 3])
-    with record() as found:
+    with record() as recorder:
         lz.embedding(ids, table)
-    made = written.make_values(lz.op("embedding"), found.calls[0])
-    assert torch.equal(made["ids"], ids)
+    values = written.make_values(lz.op("embedding"), recorder.calls[0])
+    assert torch.equal(values["ids"], ids)
 
 
 # files
 
 def test_the_file_knows_a_new_kind_at_once_and_all_counts_in_the_end(world, tmp_path):
     file = tmp_path / "calls.jsonl"
-    with record(file) as found:
+    with record(file) as recorder:
         lz.rms_norm(rows())
         assert [c.op for c in read_calls(file)] == ["rms_norm"]
         for _ in range(4):
             lz.rms_norm(rows())
         lz.attention(*qkv(4))
         assert {c.op for c in read_calls(file)} == {"rms_norm", "attention"}
-    assert read_calls(file) == found.calls
-    assert [c.count for c in found.calls] == [5, 1]
+    assert read_calls(file) == recorder.calls
+    assert [c.count for c in recorder.calls] == [5, 1]
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -220,12 +221,12 @@ def test_a_path_that_cannot_be_written_is_said_before_the_work(world, tmp_path):
 def test_a_file_that_goes_away_ends_the_recording_and_not_the_program(world, tmp_path, caplog):
     folder = tmp_path / "deep"
     folder.mkdir()
-    with record(folder / "calls.jsonl") as found:
+    with record(folder / "calls.jsonl") as recorder:
         lz.rms_norm(rows())
         (folder / "calls.jsonl").unlink()
         folder.rmdir()
         lz.attention(*qkv(4))
-    assert "is not complete" in caplog.text and len(found.calls) == 2
+    assert "is not complete" in caplog.text and len(recorder.calls) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -348,21 +349,19 @@ def test_parts_of_several_processes_become_one_workload(tmp_path):
     (call,) = read_recordings(tmp_path)
     assert call.count == 7 and call.name == "a; b"
     (tmp_path / "3.jsonl").write_text("{\n" + json.dumps(one) + "\n")
-    said: list[lz.Event] = []
-    stop = lz.subscribe(said.append)
+    events: list[lz.Event] = []
+    stop = lz.subscribe(events.append)
     assert read_recordings(tmp_path) == (call,)            # a damaged file does not cost the others
     stop()
-    (refused,) = [event for event in said if event.name == "file_refused"]
+    (refused,) = [event for event in events if event.name == "file_refused"]
     assert (refused.path == str(tmp_path / "3.jsonl")
             and "3.jsonl:1: wanted one call" in refused.problem)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("--out", "/no/such/folder/x", "--", sys.executable), "does not exist"),
     (("--", "no-such-command-at-all"), "there is no command"),
 ])
-def test_a_mistake_is_said_before_anything_runs(capsys, words, said):
-    from layerzero.cli import main
-    with pytest.raises(SystemExit) as stop:
-        main(["record", *words])
-    assert stop.value.code == 2 and said in capsys.readouterr().err
+def test_a_mistake_is_said_before_anything_runs(capsys, words, message):
+    code, _, err = run_lz(capsys, "record", *words)
+    assert code == 2 and message in err

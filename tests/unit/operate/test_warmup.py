@@ -13,12 +13,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, health_of, normed, of, only, register, rows, wait_for
+from helpers import (
+    RMS_NORM,
+    Fake,
+    allow_only,
+    events_of,
+    faults_of,
+    health_of,
+    normalized,
+    register,
+    rows,
+    run_lz,
+    wait_for,
+)
 from torch.nn import Parameter
 
 import layerzero as lz
 from layerzero.backends.native import build as native_build
-from layerzero.cli import main
 from layerzero.dispatch.background import compiling, jit, sizes
 from layerzero.dispatch.facts import read
 from layerzero.files.calls import write_calls
@@ -89,14 +100,14 @@ def which(n: int = 40) -> str:
 
 # what is ready, and for what
 
-def test_it_waits_until_the_kernel_is_ready(compiler, happened):
+def test_it_waits_until_the_kernel_is_ready(compiler, emitted):
     assert which() != compiler.id
     report = warmup([norm()])
     assert (report.ok and report.ready[0].kernel == which() == compiler.id
             and report.ready[0].compiled)
-    assert [e.kernel for e in of(WarmedUp, happened)] == [compiler.id]
+    assert [e.kernel for e in events_of(WarmedUp, emitted)] == [compiler.id]
     assert set(compiler.threads) == {CALL}
-    torch.testing.assert_close(lz.rms_norm(rows(40)), normed(rows(40)))
+    torch.testing.assert_close(lz.rms_norm(rows(40)), normalized(rows(40)))
     assert compiler.threads["MainThread"] == 1
 
 
@@ -159,7 +170,7 @@ def padded(n: int, hidden: int) -> torch.Tensor:
     (rows(40), rows(1)[0]), (rows(40).double().float().requires_grad_(),)],
     ids=["more dimensions", "another number", "padded", "transposed", "a weight",
          "a gradient is wanted"])
-def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, happened, args):
+def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, emitted, args):
     warmup([norm(40)])
     compiler.threads.clear()
     plan = lz.explain("rms_norm", *args)
@@ -168,9 +179,9 @@ def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, happene
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(*args), RMS_NORM.reference(*args))
     assert not compiler.threads
-    told = of(Fallback, happened)
-    assert (len(told) <= 1 and all(e.kernel == compiler.id
-                                   and e.reason.code is lz.Code.JIT_NOT_WARMED for e in told))
+    events = events_of(Fallback, emitted)
+    assert (len(events) <= 1 and all(e.kernel == compiler.id
+                                     and e.reason.code is lz.Code.JIT_NOT_WARMED for e in events))
 
 
 def test_a_call_with_another_thread_count_is_another_form(compiler):
@@ -207,7 +218,7 @@ def test_parameters_no_grad_and_inference_mode_are_not_forms_of_their_own(compil
 
 def test_where_nothing_else_may_serve_a_call_of_another_form_says_so(compiler):
     warmup([norm(40)])
-    only(compiler.id)
+    allow_only(compiler.id)
     lz.rms_norm(rows(40))
     for _ in range(5):
         with pytest.raises(lz.errors.NoKernelFoundError, match="JIT_NOT_WARMED"):
@@ -277,22 +288,24 @@ def test_strides_are_told_apart_by_order_unless_there_are_gaps():
 
 
 def test_the_ends_of_a_bucket_keep_what_is_equal_and_the_order_in_memory():
-    found = dispatcher_of("attention")
+    dispatcher = dispatcher_of("attention")
     q = torch.randn(2, 40, 4, 16).transpose(1, 2)
-    values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q),
-                                   {"layout": "bhsd"})
-    facts = found.facts(values, worlds.current())
+    values = dispatcher.order_arguments((q, q.clone(memory_format=torch.preserve_format), q),
+                                        {"layout": "bhsd"})
+    facts = dispatcher.facts(values, worlds.current())
     from layerzero.selection.engine import kind_to_compile
-    made = list(sizes.at_bucket_ends(found, facts, values, kind_to_compile(found.op, facts)))
+    made = list(sizes.at_bucket_ends(dispatcher, facts, values,
+                                     kind_to_compile(dispatcher.op, facts)))
     assert [tuple(v[0].shape) for v in made] == [(2, 4, 33, 16), (2, 4, 48, 16)]
     assert all(v[1].shape == v[0].shape and v[0].transpose(1, 2).is_contiguous() for v in made)
 
 
 def test_whole_numbers_are_not_made_more_of():
-    found = dispatcher_of("cross_entropy")
-    values = found.order_arguments((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)), {})
-    facts = found.facts(values, worlds.current())
-    assert not list(sizes.at_bucket_ends(found, facts, values, ""))
+    dispatcher = dispatcher_of("cross_entropy")
+    values = dispatcher.order_arguments((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)),
+                                        {})
+    facts = dispatcher.facts(values, worlds.current())
+    assert not list(sizes.at_bucket_ends(dispatcher, facts, values, ""))
 
 
 # order, background, time
@@ -304,7 +317,7 @@ def test_critical_calls_come_first(compiler):
     assert firsts == [200, 400, 40, 70]
 
 
-def test_the_rest_is_done_in_the_background(compiler, happened):
+def test_the_rest_is_done_in_the_background(compiler, emitted):
     report = warmup([norm(40)], critical=[])
     assert report.wait(60) and report.ok and which() == compiler.id
     compiler.gate.clear()
@@ -312,7 +325,7 @@ def test_the_rest_is_done_in_the_background(compiler, happened):
     report = warmup([norm(70)], critical=[])
     assert compiler.entered.wait(60) and len(report.waiting) == 1
     served = lz.rms_norm(rows(70))             # not waiting for it
-    torch.testing.assert_close(served, normed(rows(70)))
+    torch.testing.assert_close(served, normalized(rows(70)))
     assert which(70) != compiler.id
     compiler.gate.set()
     assert report.wait(60) and which(70) == compiler.id
@@ -323,14 +336,14 @@ def test_without_background_everything_is_waited_for(compiler):
     assert report.ok and len(report.ready) == 2
 
 
-def test_after_the_timeout_another_kernel_serves_and_the_compiled_one_later(compiler, happened):
+def test_after_the_timeout_another_kernel_serves_and_the_compiled_one_later(compiler, emitted):
     compiler.gate.clear()
     report = warmup([norm(40)], timeout=0.2)
     assert len(report.waiting) == 1 and not report.ok
-    late = of(Fallback, happened)
+    late = events_of(Fallback, emitted)
     assert [(e.op, e.kernel, e.served_by) for e in late] == [("rms_norm", compiler.id, which())]
     assert late[0].reason.code is lz.Code.KERNEL_TIMEOUT and "0.2 s" in late[0].reason.message
-    torch.testing.assert_close(lz.rms_norm(rows(40)), normed(rows(40)))
+    torch.testing.assert_close(lz.rms_norm(rows(40)), normalized(rows(40)))
     assert not report.wait(0.01)
     compiler.gate.set()
     assert report.wait(60) and report.ok and which() == compiler.id
@@ -355,14 +368,14 @@ def test_a_slow_library_does_not_keep_others_from_loading(compiler):
     assert report.wait(60)
 
 
-def test_the_queue_is_bounded_and_what_does_not_fit_is_told(compiler, happened):
+def test_the_queue_is_bounded_and_what_does_not_fit_is_told(compiler, emitted):
     compiler.gate.clear()
     busy = warmup([norm(40)], critical=[])
     assert compiler.entered.wait(60)
     report = warmup([norm(n) for n in (70, 100, 200, 400)], critical=[], most_waiting=2)
     assert [o.call.name for o in report.skipped] == ["200 rows", "400 rows"]
     assert "2 calls wait already" in report.skipped[0].why
-    assert [e.op for e in of(WarmupSkipped, happened)] == ["rms_norm", "rms_norm"]
+    assert [e.op for e in events_of(WarmupSkipped, emitted)] == ["rms_norm", "rms_norm"]
     compiler.gate.set()
     assert busy.wait(60) and report.wait(60)
     assert len(report.ready) == 2 and which(200) != compiler.id == which(100)
@@ -405,7 +418,7 @@ def test_requests_never_compile_while_others_warm_up(compiler):
             while not stop.is_set():
                 for n in (40, 70, 200, 400):
                     torch.testing.assert_close(lz.rms_norm(rows(n, seed=seed)),
-                                               normed(rows(n, seed=seed)))
+                                               normalized(rows(n, seed=seed)))
                     lz.rms_norm(rows(n, seed=seed), None, 1e-3)
         except BaseException as e:
             errors.append(e)
@@ -437,14 +450,14 @@ def test_requests_never_compile_while_others_warm_up(compiler):
 
 # what goes wrong
 
-def test_a_kernel_whose_compile_fails_for_a_kind_is_refused_for_that_kind_alone(compiler, happened):
+def test_a_kernel_whose_compile_fails_for_a_kind_is_refused_for_that_kind_alone(compiler, emitted):
     compiler.fault = RuntimeError("error: no such instruction")
     report = warmup([norm(40), norm(40)])
     assert compiler.calls == 1 and len(report.ready) == 2 and not report.ok
     assert (list(report.outcomes[0].left_out) == [compiler.id]
             and "no such instruction" in str(report))
     assert [(e.kernel, "hidden=16" in e.kind)
-            for e in of(KernelRefused, happened)] == [(compiler.id, True)]
+            for e in events_of(KernelRefused, emitted)] == [(compiler.id, True)]
     assert health_of(compiler.id) is None and faults_of(compiler.id) == 0
     reason = lz.explain("rms_norm", rows(40)).why_not(compiler.id)[-1]
     assert reason.code is lz.Code.KERNEL_FAILED and "compiling failed" in reason.message
@@ -468,14 +481,14 @@ def test_a_compile_that_fails_in_a_request_is_not_tried_again_for_that_kind(comp
     lz.configure(jit="in_request")
     compiler.fault = RuntimeError("broken")
     for n in (40, 70, 200, 400) * 3:
-        torch.testing.assert_close(lz.rms_norm(rows(n)), normed(rows(n)))
+        torch.testing.assert_close(lz.rms_norm(rows(n)), normalized(rows(n)))
     assert compiler.calls == 4 and health_of(compiler.id) is None and faults_of(compiler.id) == 0
     compiler.fault = None
     lz.rms_norm(rows(900))
     assert compiler.calls == 5
 
 
-def test_a_library_that_does_not_load_leaves_the_world(compiler, happened):
+def test_a_library_that_does_not_load_leaves_the_world(compiler, emitted):
     def load():
         raise ImportError("no such file")
 
@@ -483,7 +496,7 @@ def test_a_library_that_does_not_load_leaves_the_world(compiler, happened):
                           package="torch"))
     report = warmup([norm(40), norm(70)])
     assert [o.kernel for o in report.ready] == [compiler.id] * 2
-    assert [e.kernel for e in of(BackendUnavailable, happened)] == ["broken.jit"]
+    assert [e.kernel for e in events_of(BackendUnavailable, emitted)] == ["broken.jit"]
 
 
 def test_running_out_of_memory_is_no_fault_of_the_kernel(compiler):
@@ -494,24 +507,24 @@ def test_running_out_of_memory_is_no_fault_of_the_kernel(compiler):
     assert warmup([norm(40)]).ok and which() == compiler.id
 
 
-def test_a_call_that_cannot_be_made_does_not_stop_the_others(compiler, happened):
+def test_a_call_that_cannot_be_made_does_not_stop_the_others(compiler, emitted):
     report = warmup([Call("rms_norm", {"y": 3}), Call("no_such_op"), norm(40)])
     assert [o.state for o in report.outcomes] == ["failed", "failed", "ready"]
     assert "no parameter y" in report.failed[0].why and "no_such_op" in report.failed[1].why
-    assert len(of(WarmupSkipped, happened)) == 2
+    assert len(events_of(WarmupSkipped, emitted)) == 2
     assert not report.ok and report.to_json()["calls"][0]["state"] == "failed"
 
 
 def test_a_progress_function_hears_of_each_and_may_fail(compiler, caplog):
-    heard: list[str] = []
+    received: list[str] = []
 
     def progress(outcome: warming.WarmupOutcome) -> None:
-        heard.append(outcome.state)
+        received.append(outcome.state)
         raise ValueError("no terminal")
 
     warmup([norm(40), Call("no_such_op")], progress=progress)
-    wait_for(lambda: len(heard) == 2)
-    assert heard == ["ready", "failed"] and "no terminal" in caplog.text
+    wait_for(lambda: len(received) == 2)
+    assert received == ["ready", "failed"] and "no terminal" in caplog.text
 
 
 # where the calls come from, and what holds for them
@@ -587,27 +600,20 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
 
 # lz warmup
 
-def run(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out, err
-
-
 def test_the_command_warms_up_and_says_what_is_ready(compiler, capsys, tmp_path):
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+    code, out, _ = run_lz(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
                        "cpu", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["ok"] and found["calls"][0]["kernel"] == compiler.id == which(40)
+    data = json.loads(out)
+    assert code == 0 and data["ok"] and data["calls"][0]["kernel"] == compiler.id == which(40)
     write_calls(tmp_path / "calls.jsonl", [norm(70), norm(200)])
-    code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
+    code, out, _ = run_lz(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
                        "cpu")
     assert code == 0 and out.count(compiler.id) == 2 and "2 ready" in out
 
 
 def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
     compiler.fault = RuntimeError("no such instruction")
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+    code, out, _ = run_lz(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
                        "cpu")
     assert code == 1 and "no such instruction" in out
 
@@ -615,5 +621,5 @@ def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
 @pytest.mark.parametrize("words", [(), ("rms_norm", "--model", "llama-3-8b"),
                                    ("--calls", "missing.jsonl")])
 def test_a_wrong_question_is_one_message(words, capsys):
-    code, _, err = run(capsys, "warmup", *words)
+    code, _, err = run_lz(capsys, "warmup", *words)
     assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1

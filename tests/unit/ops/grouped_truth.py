@@ -59,12 +59,12 @@ def truth(values: dict[str, Any], rows: Sequence[int] | None = None) -> tuple[Te
 
 def serving(values: dict[str, Any], large: bool = False) -> Iterator[str]:
     """The kernels that take a call here; with `large` only those that write no scores to memory."""
-    given = {p.name: values.get(p.name, p.default) for p in lz.op("grouped_attention").params}
-    wants_grad = any(given[name].requires_grad for name in ("query", "key", "value"))
+    inputs = {p.name: values.get(p.name, p.default) for p in lz.op("grouped_attention").params}
+    wants_grad = any(inputs[name].requires_grad for name in ("query", "key", "value"))
     for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
         writes_scores = kernel.id in ("reference.grouped_attention", "torch.grouped_separate")
         if (not (large and writes_scores) and (kernel.differentiable or not wants_grad)
-            and not refusals(kernel, given)):
+            and not refusals(kernel, inputs)):
             yield kernel.id
 
 
@@ -76,8 +76,8 @@ def check(values: dict[str, Any], rows: Sequence[int] | None = None, rtol: float
     names = [*serving(values, large)]
     assert names
     for name in names:
-        found = lz.grouped_attention(**values, backend=name)
-        for got, want in zip(found, (out, lse)):
+        result = lz.grouped_attention(**values, backend=name)
+        for got, want in zip(result, (out, lse)):
             got = got if rows is None else got[list(rows)]
             torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol,
                                        msg=lambda text, name=name: f"{name}: {text}")

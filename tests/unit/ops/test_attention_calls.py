@@ -382,7 +382,7 @@ def test_meta_tensors_give_meta_results():
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
+def test_mixed_dtypes_are_named_or_cast_where_allowed(world, emitted, odd):
     q, k, v = qkv()
     lz.attention(q, k, v)
     mixed = [t.half() if i == odd else t for i, t in enumerate((q, k, v))]
@@ -392,7 +392,7 @@ def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
     assert out.dtype == mixed[0].dtype
     torch.testing.assert_close(out.double(), exact(*(t.to(out.dtype) for t in mixed)), rtol=4e-3,
                                atol=4e-3)
-    assert [e for e in happened if isinstance(e, Adapted)]
+    assert [e for e in emitted if isinstance(e, Adapted)]
     lz.configure(strict_mode=True)
     assert refused(*mixed).codes == (Code.MIXED_DTYPES,)
     lz.configure(strict_mode=False, allow_adaptation=False)
@@ -423,11 +423,11 @@ def test_a_wrong_type_names_its_argument(position, value):
 # modes of torch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_autocast_is_that_of_torch(dtype, given, masked):
-    q, k, v = qkv(8, dtype=given)
-    mask = torch.randn(8, 8, dtype=given) if masked else None
+def test_autocast_is_that_of_torch(dtype, inputs, masked):
+    q, k, v = qkv(8, dtype=inputs)
+    mask = torch.randn(8, 8, dtype=inputs) if masked else None
     with torch.autocast("cpu", dtype=dtype):
         want = F(q, k, v, mask)
         for _ in range(2):
@@ -437,8 +437,8 @@ def test_autocast_is_that_of_torch(dtype, given, masked):
             # truth than torch.
             torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
         with torch.autocast("cpu", enabled=False):
-            assert lz.attention(q, k, v, mask).dtype == given
-    assert lz.attention(q, k, v, mask).dtype == given
+            assert lz.attention(q, k, v, mask).dtype == inputs
+    assert lz.attention(q, k, v, mask).dtype == inputs
 
 
 def test_autocast_brings_mixed_dtypes_together():

@@ -17,9 +17,9 @@ def test_add_rms_norm_promotes_as_the_sum_does(flip):
     with torch.autocast("cpu", torch.bfloat16):
         branch = lz.linear(x, w)
         assert branch.dtype == torch.bfloat16
-        given = (x, branch) if flip else (branch, x)
-        normed, total = lz.add_rms_norm(*given, torch.ones(64))
-        plain = given[0] + given[1]
+        inputs = (x, branch) if flip else (branch, x)
+        normed, total = lz.add_rms_norm(*inputs, torch.ones(64))
+        plain = inputs[0] + inputs[1]
     assert total.dtype == plain.dtype == torch.float32 and torch.equal(total, plain)
     torch.testing.assert_close(normed, F.rms_norm(plain, (64,), torch.ones(64), 1e-6), rtol=1e-5,
                                atol=1e-5)

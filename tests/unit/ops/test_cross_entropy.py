@@ -214,7 +214,7 @@ def test_rows_of_any_shape():
 
 # Memory.
 
-class _Made(TorchDispatchMode):
+class _Allocations(TorchDispatchMode):
     """The number of elements of each tensor that an operation makes, views of what there is not
     counted."""
 
@@ -224,17 +224,17 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
-        known = {a.untyped_storage().data_ptr() for a in given}
+        inputs = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
+        known = {a.untyped_storage().data_ptr() for a in inputs}
         self.sizes += [t.numel() for t in (out if isinstance(out, (tuple, list)) else (out,))
                        if isinstance(t, torch.Tensor)
                        and t.untyped_storage().data_ptr() not in known]
         return out
 
 
-def made(run) -> list[int]:
+def sizes_allocated(run) -> list[int]:
     """Sizes of all tensors made, the largest first."""
-    with _Made() as seen:
+    with _Allocations() as seen:
         run()
     return sorted(seen.sizes, reverse=True)
 
@@ -243,12 +243,13 @@ def test_the_logits_never_exist_as_a_whole(monkeypatch):
     monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 4 * 16 * 500)           # 16 of 400 rows
     hidden, weight = rand(400, 8).requires_grad_(), rand(500, 8, seed=1).requires_grad_()
     targets = targets_of(-100, 400, 500)
-    assert made(lambda: torch_loss._linear_cross_entropy()(hidden, weight, targets).backward())[
+    assert sizes_allocated(lambda: torch_loss._linear_cross_entropy()(hidden, weight,
+                                                                      targets).backward())[
         0] == 400 * 500
     chunked = torch_loss._linear_cross_entropy_chunked()
-    assert made(lambda: chunked(hidden, weight, targets).backward())[0] == 16 * 500
+    assert sizes_allocated(lambda: chunked(hidden, weight, targets).backward())[0] == 16 * 500
     with torch.no_grad():
-        assert made(lambda: chunked(hidden, weight, targets))[0] == 16 * 500
+        assert sizes_allocated(lambda: chunked(hidden, weight, targets))[0] == 16 * 500
 
 
 def test_the_chunked_loss_makes_nothing_as_large_as_the_logits_but_their_gradient(monkeypatch):
@@ -256,8 +257,8 @@ def test_the_chunked_loss_makes_nothing_as_large_as_the_logits_but_their_gradien
     logits, targets = rand(400, 500).requires_grad_(), targets_of(-100, 400, 500)
     chunked = torch_loss._cross_entropy_chunked()
     with torch.no_grad():
-        assert made(lambda: chunked(logits, targets))[0] == 16 * 500
-    assert made(lambda: chunked(logits, targets).backward())[:2] == [400 * 500, 16 * 500]
+        assert sizes_allocated(lambda: chunked(logits, targets))[0] == 16 * 500
+    assert sizes_allocated(lambda: chunked(logits, targets).backward())[:2] == [400 * 500, 16 * 500]
 
 
 def test_which_kernel(world):

@@ -182,11 +182,11 @@ def library_folder() -> Path:
     """The folder of ggml's shared libraries: LZ_TEST_GGML, or that of an installed wheel."""
     folders = [Path(os.environ["LZ_TEST_GGML"])] if "LZ_TEST_GGML" in os.environ else [
         Path(entry) / "pywhispercpp.libs" for entry in sys.path]
-    found = next((f for f in folders if list(f.glob("libggml-base*.so*"))), None)
-    if found is None:
+    folder = next((f for f in folders if list(f.glob("libggml-base*.so*"))), None)
+    if folder is None:
         pytest.skip("no libggml-base*.so: set LZ_TEST_GGML to the folder of one, such as "
                     "pywhispercpp.libs of the pywhispercpp wheel")
-    return found
+    return folder
 
 
 @pytest.mark.parametrize("form", [*GGML_FORMATS, "q8_1"])

@@ -102,11 +102,11 @@ def test_a_wrong_call_names_the_argument(path, changes, code, words):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("kernel", ["torch.rms_norm", "reference.rms_norm"])
 def test_offset_keeps_the_contract(kernel, dtype):
-    found = worlds.current().catalog.by_id[kernel]
+    declared = worlds.current().catalog.by_id[kernel]
     for case in ({"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32"},
                  {"offset": 1.0, "rows": (0,)},
                  {"offset": 1.0, "stride": "sparse", "hidden": 17}):
-        result = check_case(found, case, dtype)
+        result = check_case(declared, case, dtype)
         assert result.passed, str(result)
 
 

@@ -116,8 +116,8 @@ class TestGroupedFlashAttentionEdgeCases:
         plain = lz.varlen_attention(v["query"], v["key"], v["value"], starts_q, starts_k, 20, 33,
                                     True, causal_align="bottom_right", return_lse=True)
         for name in serving(v):
-            found = lz.grouped_attention(**{**v, "items": items, "max_seqlen_q": 20}, backend=name)
-            torch.testing.assert_close(found, plain)
+            result = lz.grouped_attention(**{**v, "items": items, "max_seqlen_q": 20}, backend=name)
+            torch.testing.assert_close(result, plain)
 
     def test_overlapping_kv_regions(self):
         """Ranges that overlap in any way, in any order, and items that are empty."""
@@ -136,8 +136,8 @@ class TestGroupedFlashAttentionBackward:
         asked = {**v, **exact}
         for name in serving(asked):
             out = lz.grouped_attention(**asked, backend=name)
-            found = torch.autograd.grad(out, tuple(exact.values()), grad)
-            for got, expected in zip(found, want):
+            grads = torch.autograd.grad(out, tuple(exact.values()), grad)
+            for got, expected in zip(grads, want):
                 torch.testing.assert_close(got, expected, msg=lambda t, name=name: f"{name}: {t}")
         starts = [offsets([n]) for _, n, _, _ in items], [offsets([m]) for _, _, _, m in items]
         k_starts = torch.tensor([k for _, _, k, _ in items])
@@ -155,8 +155,8 @@ class TestGroupedFlashAttentionBackward:
         want = torch.autograd.grad(truth({**v, **exact})[0], tuple(exact.values()), grad.double())
         for name in serving({**v, **rounded}):
             out = lz.grouped_attention(**{**v, **rounded}, backend=name)
-            found = torch.autograd.grad(out, tuple(rounded.values()), grad.bfloat16())
-            for got, expected in zip(found[1:], want[1:]):
+            grads = torch.autograd.grad(out, tuple(rounded.values()), grad.bfloat16())
+            for got, expected in zip(grads[1:], want[1:]):
                 assert got.dtype == torch.bfloat16
                 assert (got.double() - expected).norm() < 0.01 * expected.norm(), name
 

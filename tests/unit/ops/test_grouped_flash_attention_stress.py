@@ -66,8 +66,8 @@ class TestGroupedFlashAttentionMemoryPressure:
         for name in serving(values, large=rows > 1024):
             out = lz.grouped_attention(**values, backend=name)
             dq, dk, dv = torch.autograd.grad(out, tuple(leaves.values()), grad)
-            found = dv[-1].double().mean(-1)
-            torch.testing.assert_close(found, want, rtol=2e-2, atol=1e-5)
+            mean = dv[-1].double().mean(-1)
+            torch.testing.assert_close(mean, want, rtol=2e-2, atol=1e-5)
             assert dq[:-1].count_nonzero() == 0, name
             assert all(t.isfinite().all() for t in (dq, dk, dv)), name
 

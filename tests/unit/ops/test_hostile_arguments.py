@@ -89,64 +89,64 @@ def good_call(op: Op) -> dict[str, object]:
     return op.inputs(**op.cases[0], dtype=torch.float32)
 
 
-def attempt(function, given: dict[str, object]) -> BaseException | None:
+def attempt(function, inputs: dict[str, object]) -> BaseException | None:
     """The error of a call, which must be one of ours, or what a hostile subclass itself raised
     while it was read."""
     try:
-        function(**given)
+        function(**inputs)
     except (LayerZeroError, ArithmeticError, LookupError) as error:
         assert isinstance(error, LayerZeroError) or "is not for me" in str(error), repr(error)
         return error
     return None
 
 
-def check_nobody_paid(op: Op, function, given: dict[str, object], before: str) -> None:
+def check_nobody_paid(op: Op, function, inputs: dict[str, object], before: str) -> None:
     assert not worlds.current().health, f"{op.name}: a breaker has moved"
-    function(**given)
-    assert lz.which(op.name, **given) == before
+    function(**inputs)
+    assert lz.which(op.name, **inputs) == before
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_scalars_that_no_kernel_can_read(op, path):
-    function, given = path_of(op, path), good_call(op)
+    function, inputs = path_of(op, path), good_call(op)
     # remembered: a bad call must not ride on a good one's key
-    function(**given)
-    before = lz.which(op.name, **given)
+    function(**inputs)
+    before = lz.which(op.name, **inputs)
     for p in op.params:
         if p.kind not in ("int", "float"):
             continue
         for name, value in NUMBERS.items():
             for _ in range(4):                 # more often than any breaker's threshold
-                error = attempt(function, {**given, p.name: value})
+                error = attempt(function, {**inputs, p.name: value})
             if type(value) is int and p.kind == "int" and op.limits[p.name][1] >= value > 0:
                 continue                       # a seed may be as large as torch's own
             assert isinstance(error, InvalidCall) and p.name in str(error), (p.name, name, error)
-    check_nobody_paid(op, function, given, before)
+    check_nobody_paid(op, function, inputs, before)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_switches_and_words_of_another_type(op, path):
-    function, given = path_of(op, path), good_call(op)
-    before = lz.which(op.name, **given)
+    function, inputs = path_of(op, path), good_call(op)
+    before = lz.which(op.name, **inputs)
     for p in op.params:
         if p.kind not in ("bool", "str"):
             continue
         for value in (2**70, 1, 0.5, b"x", "no such word", [True], torch.tensor(True),
                       np.bool_(True), object()):
-            error = attempt(function, {**given, p.name: value})
+            error = attempt(function, {**inputs, p.name: value})
             assert isinstance(error, InvalidCall), (p.name, value, error)
-    check_nobody_paid(op, function, given, before)
+    check_nobody_paid(op, function, inputs, before)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_tensors_that_no_kernel_can_read(op, path):
-    function, given = path_of(op, path), good_call(op)
-    function(**given)
-    before = lz.which(op.name, **given)
+    function, inputs = path_of(op, path), good_call(op)
+    function(**inputs)
+    before = lz.which(op.name, **inputs)
     for p in op.params:
         if p.kind != "tensor":
             continue
-        base = given.get(p.name)
+        base = inputs.get(p.name)
         base = torch.ones(2, 3) if base is None else base
         for name, make in STRANGE_TENSORS.items():
             try:
@@ -154,27 +154,27 @@ def test_tensors_that_no_kernel_can_read(op, path):
             except (RuntimeError, NotImplementedError, TypeError):
                 continue                       # this torch has no such form of it
             for _ in range(4):
-                error = attempt(function, {**given, p.name: strange})
+                error = attempt(function, {**inputs, p.name: strange})
             if name in UNREADABLE or name in ("list", "numpy", "number", "text"):
                 assert isinstance(error, InvalidCall), (p.name, name, error)
             if name == "None" and not p.optional:
                 assert isinstance(error, InvalidCall), (p.name, error)
-    check_nobody_paid(op, function, given, before)
+    check_nobody_paid(op, function, inputs, before)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_both_paths_keep_every_number_in_its_range(op):
     """The generated Python and the native table refuse the same numbers as the careful reader."""
-    found, given = dispatcher_of(op.name), good_call(op)
-    found.public(**given)
+    dispatcher, inputs = dispatcher_of(op.name), good_call(op)
+    dispatcher.public(**inputs)
     for name, (low, high) in op.limits.items():
         is_float = op.by_name[name].kind == "float"
         for value in (math.nan, math.inf, -math.inf,
                       2**64) if is_float else (int(low) - 1, int(high) + 1, 2**64):
-            call = {**given, name: value}
-            assert found.key_of(*found.order_arguments((), call)) is None, (name, value)
-            if found.native is not None:
-                assert found.native.compiled.key(**call) is None, (name, value)
+            call = {**inputs, name: value}
+            assert dispatcher.key_of(*dispatcher.order_arguments((), call)) is None, (name, value)
+            if dispatcher.native is not None:
+                assert dispatcher.native.compiled.key(**call) is None, (name, value)
 
 
 def test_what_a_range_says():
@@ -268,10 +268,10 @@ class HostileObject:
 
 
 def nested(depth):
-    found = []
+    nest = []
     for _ in range(depth):
-        found = [found]
-    return found
+        nest = [nest]
+    return nest
 
 
 HOSTILE = {
@@ -288,19 +288,19 @@ def test_objects_that_raise_when_they_are_asked(op, path):
     """Also of the operations that read objects; and often: what is remembered of one must not hurt
     the next."""
     function = path_of(op, path) if op.tensors else dispatcher_of(op.name).public
-    given = good_call(op)
-    function(**given)
+    inputs = good_call(op)
+    function(**inputs)
     for p in op.params:
         for name, make in HOSTILE.items():
             if p.kind == "generator" and name == "object":
                 continue
             for _ in range(4):
                 try:
-                    function(**{**given, p.name: make()})
+                    function(**{**inputs, p.name: make()})
                 except LayerZeroError as e:
                     assert len(str(e)) < 3000, (p.name, name, str(e)[:200])
     assert not worlds.current().health
-    function(**given)
+    function(**inputs)
 
 
 @pytest.mark.parametrize("backend", [
@@ -316,6 +316,6 @@ def test_a_backend_of_any_kind(backend):
 @pytest.mark.parametrize("name", ["attention", "varlen_attention", "gated_delta_rule"])
 def test_a_scale_of_zero_is_a_number_like_any_other(name):
     op = lz.op(name)
-    with lz.recording() as found:              # which describes the kind of call
+    with lz.recording() as recorder:              # which describes the kind of call
         getattr(lz, name)(**{**good_call(op), "scale": 0.0})
-    assert [call.arguments["scale"] for call in found.calls] == [0.0]
+    assert [call.arguments["scale"] for call in recorder.calls] == [0.0]

@@ -84,15 +84,15 @@ def test_a_gradient_reaches_the_router():
         torch.testing.assert_close(logits.grad, want)
 
 
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("inputs", "name"), [
     ({"top_k": 0}, "top_k"), ({"top_k": 17}, "top_k"), ({"top_k": 2, "n_group": 3}, "n_group"),
     ({"top_k": 2, "n_group": 4, "topk_group": 5}, "topk_group"),
     ({"top_k": 9, "n_group": 4, "topk_group": 2}, "top_k"),
     ({"top_k": 2, "scoring": "relu"}, "scoring"),
     ({"top_k": 2, "e_score_correction_bias": torch.ones(15)}, "e_score")])
-def test_routing_says_which_argument_is_wrong(given, name):
+def test_routing_says_which_argument_is_wrong(inputs, name):
     with pytest.raises(lz.errors.InvalidCall) as error:
-        lz.moe_gate(torch.randn(3, 16), **given)
+        lz.moe_gate(torch.randn(3, 16), **inputs)
     assert any(r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 
 
@@ -142,13 +142,13 @@ def test_beyond_its_capacity_an_expert_drops_the_later_tokens():
     x, (w1, w2) = torch.randn(6, 32), experts()
     ids = torch.tensor([[1, 0], [1, 2], [1, 3], [1, 0], [2, 1], [3, 1]])
     weights = torch.rand(6, 2) + 0.5
-    kept = weights.clone()
+    original = weights.clone()
     # expert 1 has served tokens 0 and 1 by then
-    kept[2, 0] = kept[3, 0] = kept[4, 1] = kept[5, 1] = 0.0
+    original[2, 0] = original[3, 0] = original[4, 1] = original[5, 1] = 0.0
     kernels = [k.id for k in lz.list_kernels("moe")]
     assert len(kernels) >= 4
     torch.testing.assert_close(lz.moe(x, w1, w2, ids, weights, capacity=2),
-                               lz.moe(x, w1, w2, ids, kept))
+                               lz.moe(x, w1, w2, ids, original))
     assert lz.moe(x, w1, w2, ids, weights, capacity=6).equal(lz.moe(x, w1, w2, ids, weights))
 
 
@@ -176,11 +176,11 @@ def test_gradients(backend):
     ({"capacity": -1}, "capacity"), ({"activation": "gelu"}, "activation")])
 def test_a_mixture_says_which_argument_is_wrong(change, name):
     w1, w2 = experts()
-    given = {"x": torch.ones(3, 32), "w_gate_up": w1, "w_down": w2,
-             "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
-             "topk_weights": torch.ones(3, 2), **change}
+    inputs = {"x": torch.ones(3, 32), "w_gate_up": w1, "w_down": w2,
+              "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
+              "topk_weights": torch.ones(3, 2), **change}
     with pytest.raises(lz.errors.InvalidCall) as error:
-        lz.moe(**given)
+        lz.moe(**inputs)
     assert any(r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 
 
@@ -248,9 +248,9 @@ def test_every_kernel_multiplies_each_group_with_its_own(dtype):
         if lz.validate("grouped_gemm", kernel, x, weights, sizes):
             continue
         served += 1
-        for given in ({"group_sizes": sizes}, {"offsets": sizes.cumsum(0)},
-                      {"offsets": sizes.cumsum(0).int()}):
-            out = lz.grouped_gemm(x, weights, **given, backend=kernel)
+        for options in ({"group_sizes": sizes}, {"offsets": sizes.cumsum(0)},
+                        {"offsets": sizes.cumsum(0).int()}):
+            out = lz.grouped_gemm(x, weights, **options, backend=kernel)
             torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2
                                        if dtype == torch.bfloat16 else 1e-5)
     assert served >= 4
@@ -258,29 +258,29 @@ def test_every_kernel_multiplies_each_group_with_its_own(dtype):
 
 @pytest.mark.parametrize("kernel", ["reference.grouped_gemm", "torch.grouped_loop",
                                     "torch.grouped_bmm"])
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("inputs", "name"), [
     ({"group_sizes": torch.tensor([5, 9])}, "group_sizes"),
     ({"group_sizes": torch.tensor([5, -1])}, "group_sizes"),
     ({"offsets": torch.tensor([5, 4])}, "offsets"),
     ({"offsets": torch.tensor([5, 11])}, "offsets")])
-def test_groups_that_do_not_fit_are_refused_on_every_call(kernel, given, name):
+def test_groups_that_do_not_fit_are_refused_on_every_call(kernel, inputs, name):
     x, weights = torch.randn(10, 32), torch.randn(2, 32, 16)
     good = {name: torch.tensor([5, 5] if name == "group_sizes" else [5, 10])}
     lz.grouped_gemm(x, weights, **good, backend=kernel)
     # the same shapes, so the choice is remembered; the sizes are read anew
     for _ in range(2):
         with pytest.raises(lz.errors.InvalidCall) as error:
-            lz.grouped_gemm(x, weights, **given, backend=kernel)
+            lz.grouped_gemm(x, weights, **inputs, backend=kernel)
         assert error.value.reasons[0].fact == name
 
 
 def test_sizes_or_offsets():
     x, weights, sizes = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([2, 2])
-    for given in ({}, {"group_sizes": sizes, "offsets": sizes.cumsum(0)},
-                  {"group_sizes": sizes.float()},
-                  {"group_sizes": torch.tensor([4])}):
+    for options in ({}, {"group_sizes": sizes, "offsets": sizes.cumsum(0)},
+                    {"group_sizes": sizes.float()},
+                    {"group_sizes": torch.tensor([4])}):
         with pytest.raises(lz.errors.InvalidCall):
-            lz.grouped_gemm(x, weights, **given)
+            lz.grouped_gemm(x, weights, **options)
 
 
 def test_gradients_of_groups():

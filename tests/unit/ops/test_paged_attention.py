@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import of, path_of
+from helpers import events_of, path_of
 from torch import Tensor
 
 import layerzero as lz
@@ -114,12 +114,12 @@ def test_ragged_keys_are_pages_of_one_token() -> None:
 
 
 def test_one_mixed_batch_equals_its_sequences_one_by_one() -> None:
-    given = values(context=(50, 33, 20), lengths_q=(50, 1, 4), lse=True)
-    out, lse = lz.paged_attention(**given)
-    for i, (a, b) in enumerate(itertools.pairwise(given["cu_seqlens_q"].tolist())):
+    inputs = values(context=(50, 33, 20), lengths_q=(50, 1, 4), lse=True)
+    out, lse = lz.paged_attention(**inputs)
+    for i, (a, b) in enumerate(itertools.pairwise(inputs["cu_seqlens_q"].tolist())):
         alone = lz.paged_attention(**{
-            **given, "query": given["query"][a:b], "block_table": given["block_table"][i:i + 1],
-            "context_lens": given["context_lens"][i:i + 1],
+            **inputs, "query": inputs["query"][a:b], "block_table": inputs["block_table"][i:i + 1],
+            "context_lens": inputs["context_lens"][i:i + 1],
             "cu_seqlens_q": torch.tensor([0, b - a])})
         close(out[a:b], alone[0])
         close(lse[a:b], alone[1])
@@ -127,10 +127,10 @@ def test_one_mixed_batch_equals_its_sequences_one_by_one() -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_both_layouts_hold_the_same(name: str) -> None:
-    given = values(lse=True)
-    turned = {n: given[n].transpose(1, 2).contiguous() for n in ("key_cache", "value_cache")}
-    one = lz.paged_attention(**given, backend=name)
-    other = lz.paged_attention(**{**given, **turned, "kv_layout": "HND"}, backend=name)
+    inputs = values(lse=True)
+    turned = {n: inputs[n].transpose(1, 2).contiguous() for n in ("key_cache", "value_cache")}
+    one = lz.paged_attention(**inputs, backend=name)
+    other = lz.paged_attention(**{**inputs, **turned, "kv_layout": "HND"}, backend=name)
     for a, b in zip(one, other):
         close(a, b)
 
@@ -138,8 +138,8 @@ def test_both_layouts_hold_the_same(name: str) -> None:
 # Bad calls
 
 def with_entry(name: str, where: Any, entry: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def change(given: dict[str, Any]) -> dict[str, Any]:
-        t = given[name].clone()
+    def change(inputs: dict[str, Any]) -> dict[str, Any]:
+        t = inputs[name].clone()
         t[where] = entry
         return {name: t}
 
@@ -147,7 +147,7 @@ def with_entry(name: str, where: Any, entry: int) -> Callable[[dict[str, Any]], 
 
 
 def on(name: str, fn: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda given: {name: fn(given[name])}
+    return lambda inputs: {name: fn(inputs[name])}
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
@@ -215,51 +215,51 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
 
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[Any]) -> None:
+def test_a_bad_call_is_named(name: str, warm: bool, path: str, emitted: list[Any]) -> None:
     """Also where the same kind of call was served before, so that nothing is looked up again; no
     kernel is blamed."""
     change, code, word = BAD[name]
     run = path_of(PAGED, path)
-    given = values(lengths_q=(3, 1, 4), hq=10)
+    inputs = values(lengths_q=(3, 1, 4), hq=10)
     if warm:
-        run(**given)
+        run(**inputs)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        run(**{**given, **change(given)})
+        run(**{**inputs, **change(inputs)})
     assert caught.value.codes[0] == code
     assert word in str(caught.value)
-    assert not of(HealthChanged, happened) and not of(Fallback, happened)
-    run(**given)
+    assert not events_of(HealthChanged, emitted) and not events_of(Fallback, emitted)
+    run(**inputs)
 
 
 @pytest.mark.parametrize("backend", REAL)
 @pytest.mark.parametrize("name", ["page too large", "page negative", "context too long",
                                   "context negative"])
-def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: list[Any]) -> None:
+def test_each_kernel_checks_what_it_reads(name: str, backend: str, emitted: list[Any]) -> None:
     change, code, word = BAD[name]
-    given = values(context=(17, 5, 40))
-    lz.paged_attention(**given, backend=backend)
+    inputs = values(context=(17, 5, 40))
+    lz.paged_attention(**inputs, backend=backend)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        lz.paged_attention(**{**given, **change(given)}, backend=backend)
+        lz.paged_attention(**{**inputs, **change(inputs)}, backend=backend)
     assert caught.value.codes == (code,) and word in str(caught.value)
-    assert not of(HealthChanged, happened)
+    assert not events_of(HealthChanged, emitted)
 
 
 def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pages, "IN_PLACE_BYTES", 1)
-    given = values(context=(40,), order="neighbours")
-    lz.paged_attention(**given, backend="torch.paged_pieces")
-    pages = given["key_cache"].shape[0]
-    given["block_table"][0, :3] = torch.tensor([pages - 2, pages - 1, pages])
+    inputs = values(context=(40,), order="neighbours")
+    lz.paged_attention(**inputs, backend="torch.paged_pieces")
+    pages = inputs["key_cache"].shape[0]
+    inputs["block_table"][0, :3] = torch.tensor([pages - 2, pages - 1, pages])
     with pytest.raises(lz.errors.InvalidCall, match=r"block_table\[0, 2\]"):
-        lz.paged_attention(**given, backend="torch.paged_pieces")
+        lz.paged_attention(**inputs, backend="torch.paged_pieces")
 
 
 def test_the_other_layout_is_recognised_where_sizes_tell() -> None:
-    given = values(hq=16)
+    inputs = values(hq=16)
     with pytest.raises(lz.errors.InvalidCall, match="it looks like the other layout"):
-        lz.paged_attention(**{**given, **{n: given[n].transpose(1, 2)[:, :, :3]
-                                          for n in ("key_cache", "value_cache")}})
+        lz.paged_attention(**{**inputs, **{n: inputs[n].transpose(1, 2)[:, :, :3]
+                                           for n in ("key_cache", "value_cache")}})
 
 
 MLA_BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
@@ -279,40 +279,40 @@ MLA_BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]]
 def test_a_bad_mla_call_is_named(name: str, path: str) -> None:
     change, code, word = MLA_BAD[name]
     run = path_of(MLA, path)
-    given = values(MLA, lengths_q=(3, 1, 4))
-    run(**given)
+    inputs = values(MLA, lengths_q=(3, 1, 4))
+    run(**inputs)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        run(**{**given, **change(given)})
+        run(**{**inputs, **change(inputs)})
     assert caught.value.codes[0] == code and word in str(caught.value)
 
 
 def test_mla_has_no_default_scale() -> None:
-    given = values(MLA)
-    del given["scale"]
+    inputs = values(MLA)
+    del inputs["scale"]
     with pytest.raises(TypeError, match="scale"):
-        lz.mla_paged_attention(**given)
+        lz.mla_paged_attention(**inputs)
 
 
 # Dtypes of the cache
 
 def test_a_scale_of_one_asks_for_a_cast() -> None:
-    given = values(dtype="bfloat16", stored="float16", scales="")
+    inputs = values(dtype="bfloat16", stored="float16", scales="")
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
-        lz.paged_attention(**given)
+        lz.paged_attention(**inputs)
     one = torch.ones(())
-    out = lz.paged_attention(**{**given, "key_scale": one, "value_scale": one})
-    same = {n: given[n].bfloat16() for n in ("key_cache", "value_cache")}
-    close(out, lz.paged_attention(**{**given, **same}), 2e-2)
+    out = lz.paged_attention(**{**inputs, "key_scale": one, "value_scale": one})
+    same = {n: inputs[n].bfloat16() for n in ("key_cache", "value_cache")}
+    close(out, lz.paged_attention(**{**inputs, **same}), 2e-2)
 
 
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.parametrize("backend", REAL)
 def test_a_quantized_cache_is_the_stored_value_times_its_scale(stored: str, backend: str) -> None:
-    given = values(stored=stored, scales="head", layout="HND")
-    wide = {n: given[n].float() * given[f"{n[:-6]}_scale"].reshape(-1, 1, 1)
+    inputs = values(stored=stored, scales="head", layout="HND")
+    wide = {n: inputs[n].float() * inputs[f"{n[:-6]}_scale"].reshape(-1, 1, 1)
             for n in ("key_cache", "value_cache")}
-    plain = {**given, **wide, "key_scale": None, "value_scale": None}
-    close(lz.paged_attention(**given, backend=backend), PAGED.reference(**plain))
+    plain = {**inputs, **wide, "key_scale": None, "value_scale": None}
+    close(lz.paged_attention(**inputs, backend=backend), PAGED.reference(**plain))
 
 
 def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
@@ -342,9 +342,9 @@ def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, 
     monkeypatch.setattr(_pages, "PIECE_BYTES", piece)
     monkeypatch.setattr(_pages, "IN_PLACE_BYTES", in_place)
     monkeypatch.setattr(_pages, "BLOCK", 8)
-    given = values(**case, page_size=4, order=order, layout=layout, lse=True)
-    wanted = PAGED.reference(**given)
-    for got, want in zip(call(kernel("torch.paged_pieces"), given), wanted):
+    inputs = values(**case, page_size=4, order=order, layout=layout, lse=True)
+    wanted = PAGED.reference(**inputs)
+    for got, want in zip(call(kernel("torch.paged_pieces"), inputs), wanted):
         close(got, want)
 
 
@@ -356,19 +356,19 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_pages.PagedCache, "gather", no_copy)
     for case in ({"context": (640,), "order": "neighbours"},
                  {"context": (128,), "page_size": 64, "layout": "HND"}):
-        given = values(**case, hq=8, hkv=8, d=128)
-        close(call(kernel("torch.paged_pieces"), given), PAGED.reference(**given))
+        inputs = values(**case, hq=8, hkv=8, d=128)
+        close(call(kernel("torch.paged_pieces"), inputs), PAGED.reference(**inputs))
 
 
 # Which kernel
 
 def test_the_cpu_reads_by_pieces_and_says_why_others_do_not(world: None) -> None:
-    given = values(context=(600, 90), hq=32, hkv=8, d=128)
+    inputs = values(context=(600, 90), hq=32, hkv=8, d=128)
     if build.is_built() is True:
-        assert lz.which("paged_attention", **given) == "native.paged_attention"
+        assert lz.which("paged_attention", **inputs) == "native.paged_attention"
     lz.configure(rules=(lz.PolicyRule.of("deny", ["native.paged_attention"], "*"),))
-    assert lz.which("paged_attention", **given) == "torch.paged_pieces"
-    assert lz.which("paged_attention", **{**given, "softcap": 3.0}) == "torch.paged_gather"
+    assert lz.which("paged_attention", **inputs) == "torch.paged_pieces"
+    assert lz.which("paged_attention", **{**inputs, "softcap": 3.0}) == "torch.paged_gather"
     plan = lz.explain("paged_attention", **values(lengths_q=(2, 1, 1)))
     codes = {r.kernel: [reason.code for reason in r.reasons] for r in plan.rejected}
     assert codes["torch.paged_padded"] == [Code.SEQ_LEN_UNSUPPORTED]
@@ -396,9 +396,9 @@ def test_a_growing_context_stays_on_one_entry() -> None:
     lz.clear_cache()
     selected: list[Any] = []
     stop = lz.subscribe(selected.append)
-    given = values(context=(17, 20, 30), page_size=16)
+    inputs = values(context=(17, 20, 30), page_size=16)
     for n in range(17, 30):
-        lz.paged_attention(**{**given,
+        lz.paged_attention(**{**inputs,
                               "context_lens": torch.tensor([n, 20, 30], dtype=torch.int32)})
     stop()
     assert [type(e).__name__ for e in selected].count("Selected") == 1
@@ -406,14 +406,14 @@ def test_a_growing_context_stays_on_one_entry() -> None:
 
 @pytest.mark.parametrize("op", [PAGED, MLA], ids=lambda op: op.name)
 def test_decode_can_be_traced(op: Any) -> None:
-    given = values(op, context=(17, 5, 40))
-    given["max_seqlen_q"] = None
+    inputs = values(op, context=(17, 5, 40))
+    inputs["max_seqlen_q"] = None
     run = getattr(lz, op.name)
 
     def step(**tensors: Tensor) -> Tensor:
-        return run(**{**given, **tensors}) * 2.0
+        return run(**{**inputs, **tensors}) * 2.0
 
-    tensors = {n: v for n, v in given.items() if isinstance(v, Tensor)}
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = torch.compile(step, fullgraph=True, backend="aot_eager")(**tensors)
@@ -429,21 +429,21 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("window", [-1, 5])
 def test_gradients_reach_the_cache(window: int) -> None:
-    given = values(context=(20,), lengths_q=(6,), window=window, dtype="float64")
+    inputs = values(context=(20,), lengths_q=(6,), window=window, dtype="float64")
     names = ("query", "key_cache", "value_cache")
-    leaves = {n: given[n].nan_to_num(posinf=0.0).requires_grad_() for n in names}
+    leaves = {n: inputs[n].nan_to_num(posinf=0.0).requires_grad_() for n in names}
     assert torch.autograd.gradcheck(
-        lambda q, k, v: lz.paged_attention(**{**given, "query": q, "key_cache": k,
+        lambda q, k, v: lz.paged_attention(**{**inputs, "query": q, "key_cache": k,
                                               "value_cache": v}),
         tuple(leaves.values()), fast_mode=True)
 
 
 def test_gradients_are_those_of_dense_attention() -> None:
-    given = values(context=(32,), lengths_q=(32,), order="neighbours")
+    inputs = values(context=(32,), lengths_q=(32,), order="neighbours")
     names = ("query", "key_cache", "value_cache")
-    paged = {n: given[n].nan_to_num(posinf=0.0).requires_grad_() for n in names}
+    paged = {n: inputs[n].nan_to_num(posinf=0.0).requires_grad_() for n in names}
     plain = {n: t.detach().clone().requires_grad_() for n, t in paged.items()}
-    out = lz.paged_attention(**{**given, **paged})
+    out = lz.paged_attention(**{**inputs, **paged})
     key, value = (plain[n][:2].flatten(0, 1) for n in names[1:])
     want = dense(plain["query"], key, value)
     close(out.detach(), want.detach())
@@ -455,12 +455,12 @@ def test_gradients_are_those_of_dense_attention() -> None:
 
 
 def test_mla_gradients() -> None:
-    given = values(MLA, context=(9, 6), lengths_q=(4, 1), dtype="float64", ckv=8, kpe=4,
-                   page_size=4)
+    inputs = values(MLA, context=(9, 6), lengths_q=(4, 1), dtype="float64", ckv=8, kpe=4,
+                    page_size=4)
     names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
-    leaves = tuple(given[n].nan_to_num(posinf=0.0).requires_grad_() for n in names)
+    leaves = tuple(inputs[n].nan_to_num(posinf=0.0).requires_grad_() for n in names)
     assert torch.autograd.gradcheck(
-        lambda *t: lz.mla_paged_attention(**{**given, **dict(zip(names, t))}), leaves,
+        lambda *t: lz.mla_paged_attention(**{**inputs, **dict(zip(names, t))}), leaves,
         fast_mode=True)
 
 
@@ -472,26 +472,26 @@ def test_absorbed_mla_is_attention_with_the_projections_undone(lengths_q: tuple[
     changes nothing."""
     heads, dim, ckv, kpe = 3, 10, 24, 8
     context = (30, 5, 70)
-    given = values(MLA, context=context, lengths_q=lengths_q, heads=heads, ckv=ckv, kpe=kpe,
-                   dtype="float64")
+    inputs = values(MLA, context=context, lengths_q=lengths_q, heads=heads, ckv=ckv, kpe=kpe,
+                    dtype="float64")
     gen = torch.Generator().manual_seed(5)
     up_k, up_v = (torch.randn(heads, dim, ckv, generator=gen, dtype=torch.float64)
                   for _ in range(2))
-    tokens = given["q_pe"].shape[0]
+    tokens = inputs["q_pe"].shape[0]
     plain = torch.randn(tokens, heads, dim, generator=gen, dtype=torch.float64)
-    given["q_nope"] = torch.einsum("thd,hdc->thc", plain, up_k)
-    out = torch.einsum("thc,hdc->thd", lz.mla_paged_attention(**given), up_v)
+    inputs["q_nope"] = torch.einsum("thd,hdc->thc", plain, up_k)
+    out = torch.einsum("thc,hdc->thd", lz.mla_paged_attention(**inputs), up_v)
     starts = [0, *torch.tensor(lengths_q or (1,) * 3).cumsum(0).tolist()]
     for i, n in enumerate(context):
-        rows, pages = slice(starts[i], starts[i + 1]), given["block_table"][i, :-(-n // 16)].long()
-        latent, rotary = (given[c][pages].flatten(0, 1)[:n] for c in ("ckv_cache", "kpe_cache"))
+        rows, pages = slice(starts[i], starts[i + 1]), inputs["block_table"][i, :-(-n // 16)].long()
+        latent, rotary = (inputs[c][pages].flatten(0, 1)[:n] for c in ("ckv_cache", "kpe_cache"))
         key = torch.cat((torch.einsum("nc,hdc->nhd", latent, up_k),
                          rotary[:, None].expand(-1, heads, -1)), -1)
         value = torch.einsum("nc,hdc->nhd", latent, up_v)
-        query = torch.cat((plain[rows], given["q_pe"][rows]), -1)
+        query = torch.cat((plain[rows], inputs["q_pe"][rows]), -1)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         want = lz.attention(q, k, v, is_causal=True, causal_align="bottom_right",
-                            scale=given["scale"])
+                            scale=inputs["scale"])
         close(out[rows], want[0].transpose(0, 1), 1e-8)
 
 

@@ -32,9 +32,9 @@ INTEL = "avx512f" in probe("cpu").isa
 def restored(x: torch.Tensor, form: str, **options) -> torch.Tensor:
     q, scales, *rest = lz.quantize(x, form, **options)
     layout = {k: v for k, v in options.items() if k in ("block_size", "block_rows")}
-    given = {"global_scale": rest[0]} if form == "nvfp4" else {"zeros": rest[0]} if rest else {}
+    extra = {"global_scale": rest[0]} if form == "nvfp4" else {"zeros": rest[0]} if rest else {}
     return lz.dequantize(q, scales, format=form, size=x.shape[-1] if x.shape[-1] % 2 else None,
-                         **layout, **given)
+                         **layout, **extra)
 
 
 def step(x: torch.Tensor, form: str, **options) -> torch.Tensor:
@@ -202,7 +202,7 @@ def test_scales_of_another_layout_are_refused_on_every_call():
         lz.dequantize(q, scales, torch.zeros(5, 2, dtype=torch.int8), format="int8", block_size=16)
 
 
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("inputs", "name"), [
     ({"format": "int7"}, "format"), ({"format": "mxfp4", "granularity": "channel"}, "granularity"),
     ({"format": "mxfp4", "block_size": 16}, "block_size"),
     ({"format": "nvfp4", "block_size": 32}, "block_size"),
@@ -212,9 +212,9 @@ def test_scales_of_another_layout_are_refused_on_every_call():
     ({"format": "int8", "zeros": torch.zeros(4, 1, dtype=torch.int8)}, "zeros"),
     ({"format": "int8", "symmetric": False, "scales": torch.ones(4, 1)}, "zeros"),
     ({"format": "nvfp4", "scales": torch.ones(4, 4).to(torch.float8_e4m3fn)}, "global_scale")])
-def test_quantize_says_which_argument_is_wrong(given, name):
+def test_quantize_says_which_argument_is_wrong(inputs, name):
     with pytest.raises(lz.errors.InvalidCall) as error:
-        lz.quantize(torch.randn(4, 64), **given)
+        lz.quantize(torch.randn(4, 64), **inputs)
     assert any(r.fact.partition(".")[0] == name for r in error.value.reasons)
 
 
@@ -306,10 +306,10 @@ def layer(form="int8", n=64, k=128, group=0, dtype=torch.bfloat16, rows=4, **opt
     weight = torch.randn(n, k, generator=gen) / math.sqrt(k)
     q, scales, *zeros = lz.quantize(weight, form, "block" if group else "channel", group, **options)
     x = torch.randn(rows, k, generator=gen).to(dtype)
-    given = {"zeros": zeros[0]} if zeros else {}
+    extra = {"zeros": zeros[0]} if zeros else {}
     exact = x.double() @ lz.dequantize(q, scales, format=form, block_size=group,
-                                       **given).double().t()
-    return x, q, scales, given, exact
+                                       **extra).double().t()
+    return x, q, scales, extra, exact
 
 
 @pytest.mark.parametrize(("form", "group", "options"), [
@@ -318,8 +318,8 @@ def layer(form="int8", n=64, k=128, group=0, dtype=torch.bfloat16, rows=4, **opt
     ("fp8_e4m3", 64, {})])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_a_quantized_layer_is_the_layer_of_its_values(form, group, options, rows):
-    x, q, scales, given, exact = layer(form, group=group, rows=rows, **options)
-    out = lz.quantized_linear(x, q, scales, format=form, group_size=group, **given)
+    x, q, scales, extra, exact = layer(form, group=group, rows=rows, **options)
+    out = lz.quantized_linear(x, q, scales, format=form, group_size=group, **extra)
     assert out.dtype == x.dtype
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
@@ -327,8 +327,8 @@ def test_a_quantized_layer_is_the_layer_of_its_values(form, group, options, rows
 @pytest.mark.skipif(not INTEL, reason="the kernels for few rows need AVX-512")
 def test_who_serves_which_layer():
     def which(form, group=0, rows=1, k=128, dtype=torch.bfloat16, **more):
-        x, q, scales, given, _ = layer(form, n=2048, k=k, group=group, rows=rows, dtype=dtype)
-        return lz.which("quantized_linear", x, q, scales, format=form, group_size=group, **given,
+        x, q, scales, extra, _ = layer(form, n=2048, k=k, group=group, rows=rows, dtype=dtype)
+        return lz.which("quantized_linear", x, q, scales, format=form, group_size=group, **extra,
                         **more)
 
     assert which("int8") == "torch.int8_linear"
@@ -392,9 +392,9 @@ def test_a_frozen_layer_passes_gradients_on():
     ({"bias": torch.ones(64)}, Code.MIXED_DTYPES, "bias")])
 def test_a_layer_says_which_argument_is_wrong(change, code, name):
     x, q, scales, _, _ = layer("int8", group=32)
-    given = {"x": x, "weight_q": q, "scales": scales, "format": "int8", "group_size": 32, **change}
+    inputs = {"x": x, "weight_q": q, "scales": scales, "format": "int8", "group_size": 32, **change}
     with pytest.raises(lz.errors.InvalidCall) as error:
-        lz.quantized_linear(**given)
+        lz.quantized_linear(**inputs)
     assert any(r.code is code and r.fact.partition(".")[0] == name
                for r in error.value.reasons), str(error.value)
 

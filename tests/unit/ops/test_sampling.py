@@ -71,24 +71,24 @@ def expected(row: tuple[float, ...], temperature: float = 1.0, top_k: int = 0, t
     return [weights[i] / total if i in kept else 0.0 for i in range(len(row))]
 
 
-def tokens_over_the_line(row: Tensor, kernel: str, n: int = 997, **given: Any) -> set[int]:
+def tokens_over_the_line(row: Tensor, kernel: str, n: int = 997, **options: Any) -> set[int]:
     """Every token that some random number draws: exactly what the filters keep."""
     uniforms = torch.linspace(0.0, 1.0, n, dtype=torch.float64)
-    return set(lz.sample(row.expand(n, -1), uniforms=uniforms, backend=kernel, **given).tolist())
+    return set(lz.sample(row.expand(n, -1), uniforms=uniforms, backend=kernel, **options).tolist())
 
 
-def serving(**given: Any) -> list[str]:
-    values = {p.name: given.get(p.name, p.default) for p in OP.params}
+def serving(**options: Any) -> list[str]:
+    values = {p.name: options.get(p.name, p.default) for p in OP.params}
     return [k.id for k in KERNELS if not refusals(k, values)]
 
 
 # The draw.
 
 def test_splitmix64_is_the_published_one() -> None:
-    found = [mix_int(1234567 + n * GOLDEN) for n in range(1, 6)]
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423,
-                     4593380528125082431,
-                     16408922859458223821]
+    result = [mix_int(1234567 + n * GOLDEN) for n in range(1, 6)]
+    assert result == [6457827717110365317, 3203168211198807973, 9817491932198370423,
+                      4593380528125082431,
+                      16408922859458223821]
 
 
 def test_the_tensor_generator_is_the_plain_one() -> None:
@@ -139,14 +139,14 @@ FILTERS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("given", FILTERS, ids=str)
-def test_draws_follow_the_distribution(given: dict[str, Any]) -> None:
-    probs = expected(ROW, **given)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    probs = expected(ROW, **options)
     logits = torch.tensor(ROW).expand(DRAWS, -1)
-    for kernel in serving(logits=logits, **given):
-        tokens = lz.sample(logits, seed=11, backend=kernel, **given)
+    for kernel in serving(logits=logits, **options):
+        tokens = lz.sample(logits, seed=11, backend=kernel, **options)
         assert chi_square_fits(torch.bincount(tokens, minlength=len(ROW)), probs), kernel
-    assert torch.allclose(distribution(logits[:1], **given)[0].double(),
+    assert torch.allclose(distribution(logits[:1], **options)[0].double(),
                           torch.tensor(probs, dtype=torch.float64))
 
 
@@ -184,13 +184,13 @@ KEPT: tuple[tuple[tuple[float, ...], dict[str, Any], set[int]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("row", "given", "kept"), KEPT, ids=str)
-def test_exactly_these_tokens_are_kept(row: tuple[float, ...], given: dict[str, Any],
+@pytest.mark.parametrize(("row", "options", "kept"), KEPT, ids=str)
+def test_exactly_these_tokens_are_kept(row: tuple[float, ...], options: dict[str, Any],
                                        kept: set[int]) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         logits = torch.tensor([row], dtype=dtype)
-        for kernel in serving(logits=logits, **given):
-            assert tokens_over_the_line(logits, kernel, **given) == kept, (kernel, dtype)
+        for kernel in serving(logits=logits, **options):
+            assert tokens_over_the_line(logits, kernel, **options) == kept, (kernel, dtype)
 
 
 def test_top_p_is_the_fewest_that_reach_p() -> None:
@@ -211,21 +211,21 @@ def wide_rows(scale: float, ties: bool) -> Tensor:
 
 @pytest.mark.parametrize("ties", (False, True))
 @pytest.mark.parametrize("scale", (0.2, 1.0, 4.0))
-@pytest.mark.parametrize("given", (
+@pytest.mark.parametrize("options", (
     {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 0.999}, {"min_p": 0.01}, {"min_p": 0.3},
     {"top_p": 0.8, "min_p": 0.02}, {"top_k": 50}, {"top_k": 700, "top_p": 0.9}, {},
     {"temperature": 0.0}, {"top_k": 1}), ids=str)
-def test_on_long_rows_every_kernel_draws_the_same(given: dict[str, Any], scale: float,
+def test_on_long_rows_every_kernel_draws_the_same(options: dict[str, Any], scale: float,
                                                   ties: bool) -> None:
     logits = wide_rows(scale, ties)
     for values in ({"logits": logits}, {"logits": logits.softmax(-1), "from_probs": True}):
-        if values.get("from_probs") and "temperature" in given:
+        if values.get("from_probs") and "temperature" in options:
             continue
-        want = OP.reference(**values, **given, seed=2)
-        kernels = serving(**values, **given)
+        want = OP.reference(**values, **options, seed=2)
+        kernels = serving(**values, **options)
         assert len(kernels) >= 3
         for kernel in kernels:
-            assert torch.equal(lz.sample(**values, **given, seed=2, backend=kernel), want), kernel
+            assert torch.equal(lz.sample(**values, **options, seed=2, backend=kernel), want), kernel
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16", "float64"))
@@ -238,15 +238,15 @@ def test_every_kernel_draws_as_the_reference_in_float64(dtype: str) -> None:
             if refusals(kernel, values):
                 continue
             served.add(kernel.id)
-            found = call(kernel, values)
+            result = call(kernel, values)
             meta = OP.meta(**values)
             if not values["return_logprobs"]:
-                found, truth, meta = (found,), (truth,), (meta,)
-            assert torch.equal(found[0], truth[0]), (kernel.id, case)
-            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype)
-                                                           for t in meta], (kernel.id, case)
+                result, truth, meta = (result,), (truth,), (meta,)
+            assert torch.equal(result[0], truth[0]), (kernel.id, case)
+            assert [(t.shape, t.dtype) for t in result] == [(t.shape, t.dtype)
+                                                            for t in meta], (kernel.id, case)
             if values["return_logprobs"]:
-                torch.testing.assert_close(found[1].double(), truth[1].double(), rtol=1e-5,
+                torch.testing.assert_close(result[1].double(), truth[1].double(), rtol=1e-5,
                                            atol=1e-5)
             else:
                 truth = truth[0]
@@ -261,13 +261,13 @@ def test_every_kernel_draws_as_the_reference_in_float64(dtype: str) -> None:
 def test_each_row_has_its_own_parameters() -> None:
     table = ((0.7, 3, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (0.0, 5, 0.9, 0.1), (2.0, 0, 1.0, 0.25),
              (1.0, 4, 0.9, 0.05))
-    given = [dict(zip(("temperature", "top_k", "top_p", "min_p"), row)) for row in table]
-    count = DRAWS // len(given)
-    rows = {f"{name}_rows": torch.tensor([g[name] for g in given]).repeat_interleave(count)
-            for name in given[0]}
-    logits = torch.tensor(ROW).expand(count * len(given), -1)
-    tokens = lz.sample(logits, seed=1, **rows).view(len(given), count)
-    for drawn, one in zip(tokens, given):
+    options = [dict(zip(("temperature", "top_k", "top_p", "min_p"), row)) for row in table]
+    count = DRAWS // len(options)
+    rows = {f"{name}_rows": torch.tensor([g[name] for g in options]).repeat_interleave(count)
+            for name in options[0]}
+    logits = torch.tensor(ROW).expand(count * len(options), -1)
+    tokens = lz.sample(logits, seed=1, **rows).view(len(options), count)
+    for drawn, one in zip(tokens, options):
         assert chi_square_fits(torch.bincount(drawn, minlength=len(ROW)), expected(ROW, **one)), one
 
 
@@ -298,17 +298,17 @@ def test_values_out_of_range_in_rows_mean_off_or_greedy() -> None:
 
 # Reproducibility.
 
-@pytest.mark.parametrize("given", ({"top_k": 5}, {"top_p": 0.9}, {}, {"min_p": 0.1}), ids=str)
-def test_a_seed_gives_the_same_tokens_in_any_split_of_the_batch(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ({"top_k": 5}, {"top_p": 0.9}, {}, {"min_p": 0.1}), ids=str)
+def test_a_seed_gives_the_same_tokens_in_any_split_of_the_batch(options: dict[str, Any]) -> None:
     logits = wide_rows(1.0, False)
-    whole = lz.sample(logits, seed=77, **given)
-    assert torch.equal(whole, lz.sample(logits, seed=77, **given))
-    assert not torch.equal(whole, lz.sample(logits, seed=78, **given))
+    whole = lz.sample(logits, seed=77, **options)
+    assert torch.equal(whole, lz.sample(logits, seed=77, **options))
+    assert not torch.equal(whole, lz.sample(logits, seed=78, **options))
     for size in (1, 7, 20):
         seeds = torch.arange(len(logits))
-        apart = [lz.sample(logits[i:i + size], seed_rows=seeds[i:i + size], **given)
+        apart = [lz.sample(logits[i:i + size], seed_rows=seeds[i:i + size], **options)
                  for i in range(0, len(logits), size)]
-        assert torch.equal(torch.cat(apart), lz.sample(logits, seed_rows=seeds, **given))
+        assert torch.equal(torch.cat(apart), lz.sample(logits, seed_rows=seeds, **options))
 
 
 def test_no_row_draws_at_one_step_what_another_draws_at_a_later_one() -> None:
@@ -345,14 +345,14 @@ def test_a_seed_of_its_own_makes_a_row_independent_of_its_place() -> None:
 
 def test_a_generator_ends_in_the_same_state_whichever_kernel_ran() -> None:
     logits = wide_rows(1.0, False)
-    found = []
+    results = []
     for kernel in serving(logits=logits, temperature=0.0):
         generator = torch.Generator().manual_seed(8)
         lz.sample(logits, temperature=0.0, generator=generator, backend=kernel)
-        found.append((lz.sample(logits, generator=generator), generator.get_state()))
-    assert len(found) >= 4
-    for tokens, state in found[1:]:
-        assert torch.equal(tokens, found[0][0]) and torch.equal(state, found[0][1])
+        results.append((lz.sample(logits, generator=generator), generator.get_state()))
+    assert len(results) >= 4
+    for tokens, state in results[1:]:
+        assert torch.equal(tokens, results[0][0]) and torch.equal(state, results[0][1])
 
 
 def test_seeds_of_any_size_serve() -> None:
@@ -364,44 +364,46 @@ def test_seeds_of_any_size_serve() -> None:
 
 # Unusual rows.
 
-@pytest.mark.parametrize("given", ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1},
-                                   {"temperature": 0.0},
-                                   {"top_k": 1}), ids=str)
+@pytest.mark.parametrize("options", ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1},
+                                     {"temperature": 0.0},
+                                     {"top_k": 1}), ids=str)
 @pytest.mark.parametrize("vocab", (7, 5003))
-def test_nothing_to_draw_is_minus_one(given: dict[str, Any], vocab: int) -> None:
+def test_nothing_to_draw_is_minus_one(options: dict[str, Any], vocab: int) -> None:
     logits = torch.full((3, vocab), -math.inf)
     logits[1, 4] = -1e30
-    for kernel in serving(logits=logits, **given):
-        tokens, logprobs = lz.sample(logits, seed=1, return_logprobs=True, backend=kernel, **given)
+    for kernel in serving(logits=logits, **options):
+        tokens, logprobs = lz.sample(logits, seed=1, return_logprobs=True, backend=kernel,
+                                     **options)
         assert tokens.tolist() == [-1, 4, -1], kernel
         assert logprobs.tolist() == [-math.inf, 0.0, -math.inf], kernel
-    if "temperature" not in given:
+    if "temperature" not in options:
         probs = torch.zeros((2, vocab))
         probs[1, 3] = 0.125
-        for kernel in serving(logits=probs, from_probs=True, **given):
+        for kernel in serving(logits=probs, from_probs=True, **options):
             assert lz.sample(probs, seed=1, from_probs=True, backend=kernel,
-                             **given).tolist() == [-1, 3], kernel
+                             **options).tolist() == [-1, 3], kernel
 
 
-@pytest.mark.parametrize("given", ({}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1},
-                                   {"temperature": 0.0},
-                                   {"temperature": 1e-38}, {"temperature": 1e38, "top_k": 3}),
+@pytest.mark.parametrize("options", ({}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1},
+                                     {"temperature": 0.0},
+                                     {"temperature": 1e-38}, {"temperature": 1e38, "top_k": 3}),
                          ids=str)
-def test_numbers_without_bounds_make_no_nan(given: dict[str, Any]) -> None:
+def test_numbers_without_bounds_make_no_nan(options: dict[str, Any]) -> None:
     inf, nan = math.inf, math.nan
     logits = torch.tensor([[nan, 0.0, 1.0, -inf], [inf, 0.0, nan, inf], [3e38, -3e38, 3e38, nan],
                            [nan] * 4,
                            [1e-40, 0.0, 0.0, -inf]])
-    for kernel in serving(logits=logits, **given):
-        tokens, logprobs = lz.sample(logits, seed=1, return_logprobs=True, backend=kernel, **given)
+    for kernel in serving(logits=logits, **options):
+        tokens, logprobs = lz.sample(logits, seed=1, return_logprobs=True, backend=kernel,
+                                     **options)
         assert not logprobs.isnan().any()
         assert (tokens[3] == -1 and tokens[0] in (1, 2) and tokens[1] in (0, 3)
                 and tokens[2] in (0, 2)), kernel
     broken = torch.tensor([[nan, 0.5, -1.0, inf], [0.0, 0.0, nan, 0.25]])
-    if "temperature" not in given:
-        for kernel in serving(logits=broken, from_probs=True, **given):
+    if "temperature" not in options:
+        for kernel in serving(logits=broken, from_probs=True, **options):
             assert lz.sample(broken, seed=1, from_probs=True, backend=kernel,
-                             **given).tolist() == [1, 3], kernel
+                             **options).tolist() == [1, 3], kernel
 
 
 def test_greedy_takes_the_first_of_the_highest() -> None:
@@ -420,9 +422,9 @@ def test_greedy_takes_the_first_of_the_highest() -> None:
 
 def test_log_probabilities_are_those_of_the_draw() -> None:
     logits = torch.tensor([ROW]).repeat(400, 1)
-    for given in FILTERS:
-        probs = torch.tensor(expected(ROW, **given))
-        tokens, logprobs = lz.sample(logits, seed=4, return_logprobs=True, **given)
+    for options in FILTERS:
+        probs = torch.tensor(expected(ROW, **options))
+        tokens, logprobs = lz.sample(logits, seed=4, return_logprobs=True, **options)
         torch.testing.assert_close(logprobs, probs[tokens].log(), rtol=1e-5, atol=1e-5)
         assert logprobs.dtype == torch.float32
 
@@ -440,10 +442,10 @@ def test_inputs_are_left_alone_whatever_their_strides() -> None:
     before = base.clone()
     for view in views:
         history = torch.tensor([[1, 2]] * len(view))
-        for given in ({"top_k": 5}, {"top_p": 0.9}, {}, {"temperature": 0.0},
-                      {"top_k": 3, "history": history}):
-            want = lz.sample(view.clone(), seed=3, **given)
-            assert torch.equal(lz.sample(view, seed=3, **given), want)
+        for options in ({"top_k": 5}, {"top_p": 0.9}, {}, {"temperature": 0.0},
+                        {"top_k": 3, "history": history}):
+            want = lz.sample(view.clone(), seed=3, **options)
+            assert torch.equal(lz.sample(view, seed=3, **options), want)
     assert torch.equal(base, before)
 
 
@@ -465,11 +467,11 @@ def test_penalties_by_their_definition() -> None:
     want = expected(tuple(paid(list(ROW), history, 1.4, 0.3, 0.2)))
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
     logits = torch.tensor([ROW])
-    for given in ({"history": padded}, {"token_counts": counts},
-                  {"history": padded, "token_counts": counts}):
-        given = {k: v.expand(DRAWS, -1) for k, v in given.items()}
-        for kernel in serving(logits=logits.expand(DRAWS, -1), **given, **penalties):
-            tokens = lz.sample(logits.expand(DRAWS, -1), seed=6, backend=kernel, **given,
+    for options in ({"history": padded}, {"token_counts": counts},
+                    {"history": padded, "token_counts": counts}):
+        options = {k: v.expand(DRAWS, -1) for k, v in options.items()}
+        for kernel in serving(logits=logits.expand(DRAWS, -1), **options, **penalties):
+            tokens = lz.sample(logits.expand(DRAWS, -1), seed=6, backend=kernel, **options,
                                **penalties)
             assert chi_square_fits(torch.bincount(tokens, minlength=len(ROW)), want), kernel
 
@@ -553,7 +555,7 @@ def test_the_short_names() -> None:
 
 # Choice and mistakes.
 
-@pytest.mark.parametrize(("shape", "given", "kernel"), (
+@pytest.mark.parametrize(("shape", "options", "kernel"), (
     ((1, 128256), {"top_p": 0.9}, "torch.sample_threshold"),
     ((64, 32000), {"min_p": 0.05}, "torch.sample_threshold"),
     ((8, 128256), {"top_k": 50, "top_p": 0.9}, "torch.sample_topk"),
@@ -563,13 +565,13 @@ def test_the_short_names() -> None:
     ((1, 49152), {"top_k": 5000}, "torch.sample_sort"),
 ), ids=str)
 def test_unmeasured_the_kernel_that_avoids_the_sort_is_chosen(shape: tuple[int, int],
-                                                              given: dict[str, Any],
+                                                              options: dict[str, Any],
                                                                kernel: str) -> None:
     # the greedy one is ours where it is built
-    assert lz.which("sample", torch.zeros(shape), **given).replace("native.", "torch.") == kernel
+    assert lz.which("sample", torch.zeros(shape), **options).replace("native.", "torch.") == kernel
 
 
-@pytest.mark.parametrize(("given", "code", "word"), (
+@pytest.mark.parametrize(("options", "code", "word"), (
     ({"temperature": -0.1}, lz.Code.VALUE_OUT_OF_RANGE, "temperature"),
     ({"temperature": math.nan}, lz.Code.VALUE_OUT_OF_RANGE, "temperature"),
     ({"top_p": 1.01}, lz.Code.VALUE_OUT_OF_RANGE, "top_p"),
@@ -590,12 +592,12 @@ def test_unmeasured_the_kernel_that_avoids_the_sort_is_chosen(shape: tuple[int, 
     ({"from_probs": True, "history": torch.zeros(2, 1, dtype=torch.int64)},
      lz.Code.FEATURE_UNSUPPORTED, "history"),
 ), ids=str)
-def test_a_mistake_names_its_argument(given: dict[str, Any], code: lz.Code, word: str) -> None:
+def test_a_mistake_names_its_argument(options: dict[str, Any], code: lz.Code, word: str) -> None:
     logits = torch.zeros(2, 8)
     # a remembered good call must not let the bad one through
     lz.sample(logits)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        lz.sample(logits, **given)
+        lz.sample(logits, **options)
     assert code in caught.value.codes and word in str(caught.value)
 
 

@@ -125,10 +125,10 @@ def test_a_draft_the_target_never_says_is_rejected_whole(kernel: str) -> None:
 def test_rows_of_a_batch_accept_different_lengths() -> None:
     p = torch.eye(4)[torch.tensor([[0, 1, 2, 3]] * 4)]
     tokens = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 2, 2], [1, 1, 2]])
-    found = speculative.verify(tokens, None, p, seed=0)
-    assert found.counts.tolist() == [3, 2, 1, 0]
-    assert found.tokens.tolist() == [[0, 1, 2], [0, 1, -1], [0, -1, -1], [-1, -1, -1]]
-    assert found.next_token.tolist() == [3, 2, 1, 0]
+    verified = speculative.verify(tokens, None, p, seed=0)
+    assert verified.counts.tolist() == [3, 2, 1, 0]
+    assert verified.tokens.tolist() == [[0, 1, 2], [0, 1, -1], [0, -1, -1], [-1, -1, -1]]
+    assert verified.next_token.tolist() == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("kernel", kernels(CHAIN))
@@ -161,10 +161,10 @@ def test_every_kernel_gives_the_same_in_every_dtype(op: Any) -> None:
         truth, meta = op.reference(**upcast(values)), op.meta(**values)
         before = {n: v.clone() for n, v in values.items() if isinstance(v, Tensor)}
         for kernel in world.current().catalog.kernels_of(op.name):
-            found = call(kernel, values)
-            assert all(torch.equal(a, b) for a, b in zip(found, truth)), (kernel.id, dtype, case)
-            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype)
-                                                           for t in meta], (kernel.id, dtype, case)
+            result = call(kernel, values)
+            assert all(torch.equal(a, b) for a, b in zip(result, truth)), (kernel.id, dtype, case)
+            assert [(t.shape, t.dtype) for t in result] == [(t.shape, t.dtype)
+                                                            for t in meta], (kernel.id, dtype, case)
         assert all(torch.equal(values[n].nan_to_num(), v.nan_to_num()) for n, v in before.items())
 
 
@@ -215,10 +215,10 @@ def test_a_tree_comes_out_as_the_target_speaks(shape: str, how: str) -> None:
     parents = torch.tensor(SHAPES[shape])
     without = how == "without_replacement"
     tokens, q, p = drafted_tree(SHAPES[shape], without, how == "certain")
-    found = speculative.verify_tree(tokens, parents, q, p, seed=6, without_replacement=without)
-    assert follows_the_target(sequence(found.tokens, found.counts, found.next_token),
-                              found.counts + 1)
-    assert len(found.counts.unique()) > 1
+    verified = speculative.verify_tree(tokens, parents, q, p, seed=6, without_replacement=without)
+    assert follows_the_target(sequence(verified.tokens, verified.counts, verified.next_token),
+                              verified.counts + 1)
+    assert len(verified.counts.unique()) > 1
     # the kernels that walk row by row are asked for fewer
     some = 300
     values = {p.name: p.default for p in TREE.params} | {
@@ -226,7 +226,8 @@ def test_a_tree_comes_out_as_the_target_speaks(shape: str, how: str) -> None:
         "target_probs": p[:some], "draft_probs": None if q is None else q[:some],
         "without_replacement": without, "seed": 6}
     for kernel in world.current().catalog.kernels_of(TREE.name):
-        assert all(torch.equal(a, b[:some]) for a, b in zip(call(kernel, values), found)), kernel.id
+        assert all(torch.equal(a, b[:some]) for a,
+                   b in zip(call(kernel, values), verified)), kernel.id
 
 
 def test_the_wrong_rule_for_siblings_would_show() -> None:
@@ -234,10 +235,10 @@ def test_the_wrong_rule_for_siblings_would_show() -> None:
     it."""
     parents = SHAPES["fan"]
     tokens, q, p = drafted_tree(parents, without_replacement=True)
-    found = speculative.verify_tree(tokens, torch.tensor(parents), q, p, seed=6,
-                                    without_replacement=False)
-    assert not follows_the_target(sequence(found.tokens, found.counts, found.next_token),
-                                  found.counts + 1)
+    verified = speculative.verify_tree(tokens, torch.tensor(parents), q, p, seed=6,
+                                       without_replacement=False)
+    assert not follows_the_target(sequence(verified.tokens, verified.counts, verified.next_token),
+                                  verified.counts + 1)
 
 
 def test_siblings_raise_the_acceptance() -> None:
@@ -269,20 +270,20 @@ def test_a_greedy_target_walks_its_own_path() -> None:
     # row 0 is the root's, row i + 1 node i's
     said = torch.eye(VOCAB)[torch.tensor([[1, 2, 0, 2, 2, 4, 3]])]
     for q in (None, torch.full((1, 7, VOCAB), 1 / VOCAB)):
-        found = speculative.verify_tree(tokens, parents, q, said, seed=0)
-        assert (found.nodes.tolist() == [[1, 4, 5, -1, -1, -1]]
-                and found.tokens.tolist() == [[1, 0, 4, -1, -1, -1]])
-        assert found.counts.tolist() == [3] and found.next_token.tolist() == [3]
+        verified = speculative.verify_tree(tokens, parents, q, said, seed=0)
+        assert (verified.nodes.tolist() == [[1, 4, 5, -1, -1, -1]]
+                and verified.tokens.tolist() == [[1, 0, 4, -1, -1, -1]])
+        assert verified.counts.tolist() == [3] and verified.next_token.tolist() == [3]
 
 
 def test_each_row_may_have_its_own_tree() -> None:
     parents = torch.tensor([[-1, 0, 1], [-1, -1, -1]])
     tokens = torch.tensor([[1, 2, 3], [3, 4, 1]])
     p = torch.eye(VOCAB)[torch.tensor([[1, 2, 3, 0], [1, 0, 0, 4]])]
-    found = speculative.verify_tree(tokens, parents, None, p, seed=0)
-    assert found.nodes.tolist() == [[0, 1, 2], [2, -1, -1]]
-    assert found.tokens.tolist() == [[1, 2, 3], [1, -1, -1]]
-    assert found.counts.tolist() == [3, 1] and found.next_token.tolist() == [0, 4]
+    verified = speculative.verify_tree(tokens, parents, None, p, seed=0)
+    assert verified.nodes.tolist() == [[0, 1, 2], [2, -1, -1]]
+    assert verified.tokens.tolist() == [[1, 2, 3], [1, -1, -1]]
+    assert verified.counts.tolist() == [3, 1] and verified.next_token.tolist() == [0, 4]
 
 
 # Masks.
@@ -446,12 +447,12 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
 ), ids=str)
 def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
                                               word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
-                             "draft_probs": torch.ones(2, 3, 5) / 5,
-                             "target_probs": torch.ones(2, 4, 5) / 5}
-    speculative.verify(**given)
+    arguments: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                                 "draft_probs": torch.ones(2, 3, 5) / 5,
+                                 "target_probs": torch.ones(2, 4, 5) / 5}
+    speculative.verify(**arguments)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        speculative.verify(**{**given, **change})
+        speculative.verify(**{**arguments, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
 
@@ -466,13 +467,13 @@ def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.C
 ), ids=str)
 def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
                                              word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
-                             "parents": torch.tensor([-1, 0, 0]),
-                             "draft_probs": torch.ones(2, 4, 5) / 5,
-                             "target_probs": torch.ones(2, 4, 5) / 5}
-    speculative.verify_tree(**given)
+    arguments: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                                 "parents": torch.tensor([-1, 0, 0]),
+                                 "draft_probs": torch.ones(2, 4, 5) / 5,
+                                 "target_probs": torch.ones(2, 4, 5) / 5}
+    speculative.verify_tree(**arguments)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        speculative.verify_tree(**{**given, **change})
+        speculative.verify_tree(**{**arguments, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
 

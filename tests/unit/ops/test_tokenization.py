@@ -62,24 +62,24 @@ UNICODE = st.text(st.one_of(st.characters(exclude_categories=("Cs",)),
                             st.sampled_from("the lazy dog's \n\té日本👩\u200d<s>12")), max_size=40)
 
 
-def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None,
-            decoder: Any = None
-            ) -> Tokenizer:
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre
+def train_tokenizer(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None,
+                    decoder: Any = None
+                    ) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre
     if normalizer is not None:
-        made.normalizer = normalizer
-    made.train_from_iterator(CORPUS, trainer)
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator(CORPUS, trainer)
     if post is not None:
-        made.post_processor = post(made)
+        tokenizer.post_processor = post(tokenizer)
     if decoder is not None:
-        made.decoder = decoder
-    made.add_tokens([AddedToken("<extra>", normalized=True)])
-    return made
+        tokenizer.decoder = decoder
+    tokenizer.add_tokens([AddedToken("<extra>", normalized=True)])
+    return tokenizer
 
 
-def framed(made: Tokenizer) -> Any:
-    ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+def add_template(tokenizer: Tokenizer) -> Any:
+    ids = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
     return processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B </s>",
                                          special_tokens=ids)
 
@@ -89,32 +89,35 @@ def byte_level(trim: bool = False, template: bool = False) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<s>", "</s>"],
                                   initial_alphabet=alphabet,
                                   show_progress=False)
-    post = framed if template else lambda made: processors.ByteLevel(trim_offsets=trim)
+    post = add_template if template else lambda made: processors.ByteLevel(trim_offsets=trim)
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=trim)
-    return trained(models.BPE(), trainer, splitter, None, post, decoders.ByteLevel())
+    return train_tokenizer(models.BPE(), trainer, splitter, None, post, decoders.ByteLevel())
 
 
 def word_piece() -> Tokenizer:
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "<s>", "</s>"],
                                         show_progress=False)
-    return trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(),
-                   normalizers.BertNormalizer(), framed, decoders.WordPiece())
+    return train_tokenizer(models.WordPiece(unk_token="[UNK]"), trainer,
+                           pre_tokenizers.BertPreTokenizer(),
+                           normalizers.BertNormalizer(), add_template, decoders.WordPiece())
 
 
 def unigram() -> Tokenizer:
     trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]", "<s>", "</s>"],
                                       unk_token="[UNK]",
                                       show_progress=False)
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(),
-                   framed,
-                   decoders.Metaspace())
+    return train_tokenizer(models.Unigram(), trainer, pre_tokenizers.Metaspace(),
+                           normalizers.NFKC(),
+                           add_template,
+                           decoders.Metaspace())
 
 
 def word_level() -> Tokenizer:
     trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "<s>", "</s>"],
                                         show_progress=False)
-    return trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace(),
-                   normalizers.Lowercase())
+    return train_tokenizer(models.WordLevel(unk_token="[UNK]"), trainer,
+                           pre_tokenizers.Whitespace(),
+                           normalizers.Lowercase())
 
 
 MAKERS = {"byte_level": byte_level, "trimmed": lambda: byte_level(trim=True),
@@ -123,14 +126,14 @@ MAKERS = {"byte_level": byte_level, "trimmed": lambda: byte_level(trim=True),
 
 
 @lru_cache(maxsize=None)
-def hugging(name: str) -> Tokenizer:
+def hf_tokenizer(name: str) -> Tokenizer:
     return MAKERS[name]()
 
 
 @lru_cache(maxsize=None)
 def ranks() -> dict[bytes, int]:
     """tiktoken's ranks, out of the merges of a byte-level BPE."""
-    data = json.loads(hugging("byte_level").to_str())
+    data = json.loads(hf_tokenizer("byte_level").to_str())
     table = {bytes((b,)): b for b in range(256)}
     back = {c: b for b, c in enumerate(BYTE_CHARACTERS)}
     for a, b in data["model"]["merges"]:
@@ -164,7 +167,7 @@ def processor(kind: str, **options: Any) -> sentencepiece.SentencePieceProcessor
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", MAKERS)
 def test_tokenizers_ids_and_offsets(name: str, special: bool, kernel: str) -> None:
-    theirs = hugging(name)
+    theirs = hf_tokenizer(name)
     for text in TEXTS:
         want = theirs.encode(text, add_special_tokens=special)
         got = lz.tokenize(text, theirs, add_special_tokens=special, return_offsets=True,
@@ -180,7 +183,7 @@ def test_tokenizers_ids_and_offsets(name: str, special: bool, kernel: str) -> No
 @settings(deadline=None, max_examples=60)
 @given(text=UNICODE, name=st.sampled_from(sorted(MAKERS)))
 def test_tokenizers_on_any_unicode(text: str, name: str) -> None:
-    theirs = hugging(name)
+    theirs = hf_tokenizer(name)
     want = theirs.encode(text)
     got = lz.tokenize(text, theirs, return_offsets=True)
     assert (got.ids, got.offsets) == (want.ids, want.offsets)
@@ -194,7 +197,7 @@ def test_tokenizers_on_any_unicode(text: str, name: str) -> None:
 @pytest.mark.parametrize("limit", [2, 3, 9, 10_000])
 @pytest.mark.parametrize("name", ["trimmed", "framed", "word_piece", "byte_level"])
 def test_truncation_is_the_librarys(name: str, limit: int, side: str) -> None:
-    theirs = Tokenizer.from_str(hugging(name).to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer(name).to_str())
     handle = load_tokenizer(theirs)
     theirs.enable_truncation(limit, direction=side)
     for text in TEXTS:
@@ -209,7 +212,7 @@ def test_truncation_is_the_librarys(name: str, limit: int, side: str) -> None:
 @pytest.mark.parametrize("length", [None, 5, 40])
 @pytest.mark.parametrize("multiple", [None, 8])
 def test_padding_is_the_librarys(side: str, length: int | None, multiple: int | None) -> None:
-    theirs = Tokenizer.from_str(hugging("framed").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("framed").to_str())
     handle = load_tokenizer(theirs)
     theirs.enable_padding(length=length, direction=side, pad_id=1, pad_token="</s>",
                           pad_to_multiple_of=multiple)
@@ -227,16 +230,17 @@ def test_padding_is_the_librarys(side: str, length: int | None, multiple: int | 
 
 
 def test_truncation_of_the_tokenizer_itself_holds_unless_the_call_says_otherwise() -> None:
-    theirs = Tokenizer.from_str(hugging("framed").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("framed").to_str())
     theirs.enable_truncation(6, direction="left")
     text = "the quick brown fox jumps"
     assert lz.tokenize(text, theirs).ids == theirs.encode(text).ids
-    assert lz.tokenize(text, theirs, truncation=False).ids == hugging("framed").encode(text).ids
+    assert lz.tokenize(text, theirs,
+                       truncation=False).ids == hf_tokenizer("framed").encode(text).ids
     assert len(lz.tokenize(text, theirs, max_length=4).ids) == 4
 
 
 def test_a_sequence_that_its_template_repeats_is_truncated_by_the_library() -> None:
-    theirs = Tokenizer.from_str(hugging("byte_level").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("byte_level").to_str())
     theirs.post_processor = processors.TemplateProcessing(
         single="$A <s> $A", pair="$A $B", special_tokens=[("<s>", theirs.token_to_id("<s>"))])
     handle = load_tokenizer(theirs)
@@ -249,7 +253,7 @@ def test_a_sequence_that_its_template_repeats_is_truncated_by_the_library() -> N
 
 
 def test_special_tokens_in_the_text_become_tokens_or_stay_text() -> None:
-    theirs = Tokenizer.from_str(hugging("byte_level").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("byte_level").to_str())
     text = "a <s> b</s>"
     as_tokens = lz.tokenize(text, theirs).ids
     as_text = lz.tokenize(text, theirs, parse_special=False).ids
@@ -262,10 +266,10 @@ def test_special_tokens_in_the_text_become_tokens_or_stay_text() -> None:
 
 def test_a_tokenizer_written_to_a_file(tmp_path: Any) -> None:
     path = tmp_path / "tokenizer.json"
-    hugging("word_piece").save(str(path))
+    hf_tokenizer("word_piece").save(str(path))
     for source in (path, str(path), tmp_path, load_tokenizer(path), load_tokenizer(str(tmp_path))):
         assert lz.tokenize("the lazy dog",
-                           source).ids == hugging("word_piece").encode("the lazy dog").ids
+                           source).ids == hf_tokenizer("word_piece").encode("the lazy dog").ids
 
 
 # transformers
@@ -275,7 +279,7 @@ transformers = pytest.importorskip("transformers")
 
 @lru_cache(maxsize=None)
 def fast(name: str = "framed", **options: Any) -> Any:
-    copy = Tokenizer.from_str(hugging(name).to_str())
+    copy = Tokenizer.from_str(hf_tokenizer(name).to_str())
     return transformers.PreTrainedTokenizerFast(tokenizer_object=copy, pad_token="</s>",
                                                 bos_token="<s>", **options)
 
@@ -306,7 +310,7 @@ def test_what_a_call_of_transformers_left_behind_is_not_a_setting() -> None:
 
 def test_split_special_tokens_of_transformers() -> None:
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(hugging("byte_level").to_str()), bos_token="<s>",
+        tokenizer_object=Tokenizer.from_str(hf_tokenizer("byte_level").to_str()), bos_token="<s>",
         split_special_tokens=True)
     assert lz.tokenize("a <s> b", theirs).ids == theirs("a <s> b")["input_ids"]
 
@@ -445,7 +449,7 @@ def test_sentencepiece_knows_no_special_tokens_in_text() -> None:
 # one text or many, tensors
 
 def test_one_text_gives_a_list_and_several_a_list_of_lists() -> None:
-    theirs = hugging("byte_level")
+    theirs = hf_tokenizer("byte_level")
     assert lz.tokenize("the", theirs).ids == lz.tokenize(["the"], theirs).ids[0] == lz.tokenize(
         ("the",), theirs).ids[0]
     assert lz.tokenize([], theirs) == lz.tokenize((), theirs)
@@ -454,7 +458,7 @@ def test_one_text_gives_a_list_and_several_a_list_of_lists() -> None:
 
 
 def test_to_tensor() -> None:
-    theirs = hugging("byte_level")
+    theirs = hf_tokenizer("byte_level")
     padded = lz.tokenize(["the", "the lazy dog"], theirs, padding=True, pad_id=0)
     ids, mask = padded.to_tensor(), padded.to_tensor("cpu", of="attention_mask")
     assert ids.dtype == torch.int64 and ids.shape == mask.shape == (2, len(padded.ids[1]))
@@ -478,7 +482,7 @@ def test_a_result_cannot_be_changed_by_changing_another() -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_detokenize_is_the_librarys(name: str) -> None:
-    theirs = hugging(name)
+    theirs = hf_tokenizer(name)
     rows = [theirs.encode(text).ids for text in TEXTS]
     for skip in (True, False):
         want = theirs.decode_batch(rows, skip_special_tokens=skip)
@@ -518,7 +522,8 @@ def test_bad_ids(ids: Any, word: str) -> None:
 def test_ids_that_the_vocabulary_does_not_have(tokenizer: Any, ids: list[int]) -> None:
     with pytest.raises(InvalidCall, match="ids must be in the vocabulary"):
         lz.detokenize(ids, tokenizer())
-    assert lz.detokenize([899], hugging("byte_level")) == hugging("byte_level").decode([899])
+    assert lz.detokenize([899],
+                         hf_tokenizer("byte_level")) == hf_tokenizer("byte_level").decode([899])
 
 
 # the caller's mistakes
@@ -544,7 +549,7 @@ def test_what_is_no_text(text: Any, fact: str) -> None:
     assert caught.value.reasons[0].fact == fact
 
 
-@pytest.mark.parametrize("make", [lambda: hugging("byte_level"), encoding,
+@pytest.mark.parametrize("make", [lambda: hf_tokenizer("byte_level"), encoding,
                                   lambda: processor("bpe")])
 def test_lone_surrogates_are_refused(make: Any) -> None:
     with pytest.raises(InvalidCall, match="a lone surrogate at character 3") as caught:
@@ -573,7 +578,7 @@ def test_lone_surrogates_are_refused(make: Any) -> None:
     ({"add_special_tokens": None}, "add_special_tokens", Code.WRONG_TYPE)])
 def test_bad_options_are_named(options: dict[str, Any], fact: str, code: Code) -> None:
     with pytest.raises(InvalidCall) as caught:
-        lz.tokenize("the lazy dog", hugging("framed"), **options)
+        lz.tokenize("the lazy dog", hf_tokenizer("framed"), **options)
     assert [(r.fact, r.code) for r in caught.value.reasons] == [(fact, code)]
 
 
@@ -582,7 +587,7 @@ def test_a_component_in_python_has_no_hash_and_is_refused() -> None:
         def pre_tokenize(self, pretok: Any) -> None:
             pass
 
-    theirs = Tokenizer.from_str(hugging("byte_level").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("byte_level").to_str())
     theirs.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Custom())
     with pytest.raises(InvalidCall, match="vocab_hash of tokenizer is required") as caught:
         lz.tokenize("the", theirs)
@@ -600,7 +605,7 @@ def test_files_that_are_no_tokenizers(content: bytes, word: str, tmp_path: Any) 
 
 
 def test_a_file_its_library_cannot_read_is_the_callers_mistake(tmp_path: Any) -> None:
-    data = json.loads(hugging("word_level").to_str())
+    data = json.loads(hf_tokenizer("word_level").to_str())
     data["pre_tokenizer"] = {"type": "NoSuchThing"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(InvalidCall,
@@ -622,13 +627,13 @@ def test_load_tokenizer_with_parts_that_do_not_belong() -> None:
 
 def test_each_kind_is_served_by_its_own_library() -> None:
     assert lz.which("tokenize", "the", encoding()) == "tiktoken.encode"
-    assert lz.which("tokenize", "the", hugging("unigram")) == "tokenizers.encode_batch"
+    assert lz.which("tokenize", "the", hf_tokenizer("unigram")) == "tokenizers.encode_batch"
     assert lz.which("tokenize", ["the", "fox"], processor("bpe")) == "sentencepiece.encode_batch"
     assert lz.which("tokenize", ["the", "fox"], processor("bpe"),
                     return_offsets=True) == "sentencepiece.encode"
     long = "the lazy dog " * 60
     assert lz.which("tokenize", long, encoding(), cache_prefix=True) == "tiktoken.encode_cached"
-    assert lz.which("tokenize", long, hugging("unigram"),
+    assert lz.which("tokenize", long, hf_tokenizer("unigram"),
                     cache_prefix=True) == "tokenizers.encode_cached"
     assert lz.which("tokenize", long, processor("bpe"), cache_prefix=True) == "sentencepiece.encode"
     assert lz.which("detokenize", [1], encoding()) == "tiktoken.decode"
@@ -639,7 +644,7 @@ def test_each_kind_is_served_by_its_own_library() -> None:
 
 def test_disabled_leaves_the_libraries_as_they_are(world: None) -> None:
     with lz.disabled():
-        for tokenizer, name in ((encoding(), "tiktoken"), (hugging("unigram"), "tokenizers"),
+        for tokenizer, name in ((encoding(), "tiktoken"), (hf_tokenizer("unigram"), "tokenizers"),
                                 (processor("bpe"), "sentencepiece")):
             assert lz.which("tokenize", "the lazy dog " * 60, tokenizer,
                             cache_prefix=True) == f"{name}.encode"
@@ -647,7 +652,7 @@ def test_disabled_leaves_the_libraries_as_they_are(world: None) -> None:
 
 
 def test_a_tokenizer_that_draws_is_not_cached() -> None:
-    theirs = Tokenizer.from_str(hugging("byte_level").to_str())
+    theirs = Tokenizer.from_str(hf_tokenizer("byte_level").to_str())
     theirs.model.dropout = 0.5
     assert lz.which("tokenize", "the lazy dog " * 60, theirs,
                     cache_prefix=True) == "tokenizers.encode_batch"
@@ -659,10 +664,10 @@ def test_a_tokenizer_that_draws_is_not_cached() -> None:
 def test_without_the_libraries(tmp_path: Any) -> None:
     """A process in which they cannot be imported: the formula serves what it covers, else their
     absence is named."""
-    hugging("byte_level").save(str(tmp_path / "tokenizer.json"))
-    hugging("word_piece").save(str(tmp_path / "bert.json"))
+    hf_tokenizer("byte_level").save(str(tmp_path / "tokenizer.json"))
+    hf_tokenizer("word_piece").save(str(tmp_path / "bert.json"))
     (tmp_path / "spiece.model").write_bytes(model_proto("bpe"))
-    ids = hugging("byte_level").encode("hello <s> 日本").ids
+    ids = hf_tokenizer("byte_level").encode("hello <s> 日本").ids
     code = f"""
         import sys
         class Hide:
@@ -718,7 +723,7 @@ def test_the_formula_is_exact(text: str, prefix: bool, regex: bool, trim: bool, 
 
 @pytest.mark.parametrize("name", ["byte_level", "trimmed", "framed"])
 def test_the_formula_on_trained_merges(name: str) -> None:
-    theirs = hugging(name)
+    theirs = hf_tokenizer(name)
     for text in TEXTS:
         want = theirs.encode(text)
         got = lz.tokenize(text, theirs, return_offsets=True, backend="reference.tokenize")
@@ -743,7 +748,7 @@ def test_the_formula_refuses_what_it_does_not_cover(change: dict[str, Any], fact
     theirs = Tokenizer.from_str(json.dumps({**tiny_tokenizer(), **change}))
     reasons = lz.validate("tokenize", "reference.tokenize", "the", theirs)
     assert fact in [r.fact for r in reasons]
-    assert lz.validate("tokenize", "reference.tokenize", "the", hugging("unigram"))
+    assert lz.validate("tokenize", "reference.tokenize", "the", hf_tokenizer("unigram"))
 
 
 def test_the_op_refuses_to_be_declared_without_a_vocabulary_hash() -> None:

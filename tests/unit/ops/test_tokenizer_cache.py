@@ -330,7 +330,7 @@ ADDED: dict[str, list[Any]] = {
 
 
 @lru_cache(maxsize=None)
-def made(normalizer: str, splitter: str, added: str, trim: str, model: str) -> Tokenizer:
+def build_tokenizer(normalizer: str, splitter: str, added: str, trim: str, model: str) -> Tokenizer:
     trainer: Any
     if model == "unigram":
         theirs = Tokenizer(models.Unigram())
@@ -394,13 +394,13 @@ REUSED = {"tokenizers": 0, "tiktoken": 0}
 def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normalizer: str,
                                         splitter: str, added: str, trim: str, model: str,
                                         parse: bool, offsets: bool) -> None:
-    theirs = Tokenizer.from_str(made(normalizer, splitter, added, trim, model).to_str())
+    theirs = Tokenizer.from_str(build_tokenizer(normalizer, splitter, added, trim, model).to_str())
     theirs.encode_special_tokens = not parse
     memory = PrefixMemory(split_points_from_json(json.loads(theirs.to_str())), eager=True)
 
     def full(text: str) -> Any:
-        found = theirs.encode(text, add_special_tokens=False)
-        return found.ids, lambda: found.offsets
+        result = theirs.encode(text, add_special_tokens=False)
+        return result.ids, lambda: result.offsets
 
     for text in texts_of(dialogue):
         got, want = memory.encode(text, parse, offsets,

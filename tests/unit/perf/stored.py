@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerzero.perf.record import Measurement
 
 
-def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
+def measurement(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
     """One measurement; each `i` is of another kind of call."""
     row = Measurement(
         kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t", 10.0 + i / 3,

@@ -16,14 +16,15 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import of, python, rows
+from helpers import events_of, python, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import measurement
 
 import layerzero as lz
 from layerzero.perf import ownership, schema
 from layerzero.perf.interface import CorruptStore, NewerStore, StoreError
-from layerzero.perf.record import Measurement, PerfView, Rates
+from layerzero.perf.record import PerfView, Rates
 from layerzero.perf.store import SqliteStore, set_aside
 from layerzero.spec.errors import DataError
 from layerzero.spec.event import StoreTrouble
@@ -33,13 +34,6 @@ from layerzero.world import snapshot as worlds
 ENVIRONMENT = {"device": {"name": "a processor"}, "machine": "here", "state": {"load_average": 0.5}}
 
 
-def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t",
-                      10.0 + i / 3, 0.02, 50, "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5,
-                      13.0, 0.0, "v1", 1.7e9 + i, "")
-    return row._replace(**changes)
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "deep" / "perf.sqlite"
@@ -47,8 +41,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def store(path):
-    with SqliteStore(path) as found:
-        yield found
+    with SqliteStore(path) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -62,7 +56,7 @@ def perfdb(path, monkeypatch, world):
 # what goes in comes out
 
 def test_a_row_comes_back_as_it_was(store):
-    rows = [measured(i, median_us=1 / 3 + i) for i in range(5)]
+    rows = [measurement(i, median_us=1 / 3 + i) for i in range(5)]
     store.put(rows, ENVIRONMENT)
     (name, environment), = store.environments().items()
     want = [m._replace(environment=name) for m in rows]
@@ -77,8 +71,8 @@ def test_a_row_comes_back_as_it_was(store):
 
 
 def test_rows_are_found_by_pattern(store):
-    store.put([measured(0, "torch.a"), measured(0, "torch.b", op="linear"),
-               measured(0, "lib.a", place="elsewhere")])
+    store.put([measurement(0, "torch.a"), measurement(0, "torch.b", op="linear"),
+               measurement(0, "lib.a", place="elsewhere")])
     assert {m.kernel for m in store.rows(kernel="torch.*")} == {"torch.a", "torch.b"}
     assert {m.kernel for m in store.rows(op="linear")} == {"torch.b"}
     assert {m.kernel for m in store.rows(place="else*")} == {"lib.a"}
@@ -100,13 +94,13 @@ def test_rates_belong_to_a_place_and_the_newest_counts(store):
 ])
 def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, changes, word):
     with pytest.raises(DataError, match=word):
-        store.put([measured(1), measured(2, **changes)])
+        store.put([measurement(1), measurement(2, **changes)])
     assert list(store.rows()) == []
 
 
 def test_a_measurement_from_the_future_is_not_the_newest_for_ever(store):
-    store.put([measured(at=time.time() + 1e9)])
-    later = measured(median_us=5.0, at=time.time())
+    store.put([measurement(at=time.time() + 1e9)])
+    later = measurement(median_us=5.0, at=time.time())
     time.sleep(0.01)
     store.put([later._replace(at=time.time())])
     assert next(store.rows()).median_us == 5.0
@@ -122,52 +116,54 @@ def test_a_measurement_from_the_future_is_not_the_newest_for_ever(store):
     ({"at": 100.0, "spread": 0.5}, {"at": 200.0, "spread": 0.8}, 1),
 ])
 def test_the_newer_replaces_the_older_unless_it_is_noisy(store, first, second, left):
-    pair = [measured(median_us=1.0, **first), measured(median_us=2.0, **second)]
+    pair = [measurement(median_us=1.0, **first), measurement(median_us=2.0, **second)]
     for m in pair:
         store.put([m])
     assert list(store.rows()) == list(PerfView(pair)) == [pair[left]]
 
 
 def test_another_build_or_place_is_another_row(store):
-    store.put([measured(), measured(build="v2"), measured(place="other")])
+    store.put([measurement(), measurement(build="v2"), measurement(place="other")])
     assert len(list(store.rows())) == 3
-    store.put([measured(build="v2", at=1.71e9, median_us=7.0)])
+    store.put([measurement(build="v2", at=1.71e9, median_us=7.0)])
     assert sorted(m.median_us for m in store.rows()) == [7.0, 10.0, 10.0]
-    newest = store.get("torch.k", measured().bucket, measured().place)
+    newest = store.get("torch.k", measurement().bucket, measurement().place)
     assert (newest.build, newest.median_us) == ("v2", 7.0)
-    assert store.get("torch.k", measured().bucket, measured().place, "v1").median_us == 10.0
+    assert store.get("torch.k", measurement().bucket, measurement().place, "v1").median_us == 10.0
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), st.integers(1, 10**6)), max_size=8,
                 unique_by=lambda x: x[2]), st.randoms())
 def test_in_any_order_the_same_is_left(tmp_path_factory, drawn, random):
-    found = [measured(i, spread=spread, at=float(at)) for i, spread, at in drawn]
+    rows = [measurement(i, spread=spread, at=float(at)) for i, spread, at in drawn]
     left = []
     for _ in range(2):
         with SqliteStore(tmp_path_factory.mktemp("db") / "p.sqlite") as store:
-            for m in found:
+            for m in rows:
                 store.put([m])
             left.append(sorted(store.rows()))
-        random.shuffle(found)
-    assert left[0] == left[1] == sorted(PerfView(found))
+        random.shuffle(rows)
+    assert left[0] == left[1] == sorted(PerfView(rows))
 
 
 # a view
 
 def test_a_view_does_not_change(store):
-    store.put([measured(1)])
+    store.put([measurement(1)])
     view = store.view({"torch.k": "v1"})
-    store.put([measured(1, median_us=99.0, at=1.71e9), measured(2), measured(3, "torch.new")])
-    assert [m.median_us for m in view] == [measured(1).median_us]
-    more = view.including([measured(7)], {"here": Rates(1.0, 2.0)})
+    store.put([measurement(1, median_us=99.0, at=1.71e9), measurement(2),
+               measurement(3, "torch.new")])
+    assert [m.median_us for m in view] == [measurement(1).median_us]
+    more = view.including([measurement(7)], {"here": Rates(1.0, 2.0)})
     assert len(view) == 1 and len(more) == 2 and not view.rates
-    assert more.get("torch.k", measured(7).bucket, measured(7).place) == measured(7)
+    assert more.get("torch.k", measurement(7).bucket, measurement(7).place) == measurement(7)
 
 
 def test_only_todays_builds_count_and_only_those_rows_go(store):
     """A new version of one library takes its own measurements out of use, and nobody else's."""
-    store.put([measured(i, kernel) for kernel in ("lib.a", "lib.b", "torch.k") for i in range(3)])
+    store.put([measurement(i, kernel) for kernel in ("lib.a", "lib.b",
+                                                     "torch.k") for i in range(3)])
     old = store.view({"lib.a": "v1", "lib.b": "v1", "torch.k": "v1"})
     new = store.view({"lib.a": "v2", "lib.b": "v1", "torch.k": "v1"})
     assert {m.kernel for m in old} == {"lib.a", "lib.b", "torch.k"}
@@ -184,28 +180,28 @@ def test_another_driver_is_another_place(store):
                       driver_version="580.1")
     twin = lz.Device("cuda", 1, "a GPU", "nvidia", sm=90, gpu_generation="hopper",
                      driver_version="570.1")
-    store.put([measured(place=device.signature), measured(place="0123456789abcdef-4t")])
+    store.put([measurement(place=device.signature), measurement(place="0123456789abcdef-4t")])
     view = store.view({"torch.k": "v1"})
-    bucket = measured().bucket
+    bucket = measurement().bucket
     assert view.get("torch.k", bucket, newer.signature) is None
     assert view.get("torch.k", bucket, twin.signature) is not None
     assert view.get("torch.k", bucket, "0123456789abcdef-4t") is not None
 
 
 def test_the_old_does_not_count_once_it_has_expired(store):
-    store.put([measured(1, at=100.0), measured(2, at=300.0)])
+    store.put([measurement(1, at=100.0), measurement(2, at=300.0)])
     assert [m.at for m in store.view({"torch.k": "v1"}, since=200.0)] == [300.0]
     assert len(store.view({"torch.k": "v1"}, since=200.0)) == 1
 
 
 def test_many_threads_may_ask_a_view(store):
-    store.put([measured(i, f"torch.k{k}") for k in range(6) for i in range(50)])
+    store.put([measurement(i, f"torch.k{k}") for k in range(6) for i in range(50)])
     view, wrong = store.view({f"torch.k{k}": "v1" for k in range(6)}), []
 
     def ask():
         for k, i in itertools.product(range(6), range(50)):
-            m = view.get(f"torch.k{k}", measured(i).bucket, measured(i).place)
-            if m is None or m.median_us != measured(i).median_us:
+            m = view.get(f"torch.k{k}", measurement(i).bucket, measurement(i).place)
+            if m is None or m.median_us != measurement(i).median_us:
                 wrong.append((k, i))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
@@ -264,8 +260,8 @@ def test_processes_that_write_at_once_lose_nothing(path):
     """All of them begin with a file that is not there."""
     others = [writer(path, who, 30) for who in range(4)]
     for other in others:
-        _, said = other.communicate(timeout=240)
-        assert other.returncode == 0, said
+        _, stderr = other.communicate(timeout=240)
+        assert other.returncode == 0, stderr
     with SqliteStore(path) as store:
         assert {m.sizes for m in store.rows()} == {f"rows={1000 * w + i}" for w in range(4)
                                                    for i in range(300)}
@@ -276,14 +272,14 @@ def test_processes_that_write_at_once_lose_nothing(path):
 def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(path):
     for who in range(3):
         other = writer(path, who, 10**6)
-        told = [other.stdout.readline() for _ in range(8)]
+        lines = [other.stdout.readline() for _ in range(8)]
         other.send_signal(signal.SIGKILL)
-        told += other.communicate(timeout=60)[0].splitlines()
-        batches = [int(line) for line in told if line.strip()]
+        lines += other.communicate(timeout=60)[0].splitlines()
+        batches = [int(line) for line in lines if line.strip()]
         with SqliteStore(path) as store:
-            told = store.environments()
+            lines = store.environments()
             kept = {int(m.sizes[5:]) - 1000 * who for m in store.rows()
-                    if told[m.environment] == {"who": who}}
+                    if lines[m.environment] == {"who": who}}
             # what was said to be written is there
             assert set(range(10 * len(batches))) <= kept
             # and a batch is there as a whole or not at all
@@ -292,29 +288,29 @@ def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(path):
 
 
 def test_the_file_is_in_wal_mode_so_a_reader_does_not_wait_for_a_writer(store, path):
-    store.put([measured(1)])
+    store.put([measurement(1)])
     other = sqlite3.connect(path, isolation_level=None)
     assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     other.execute("BEGIN IMMEDIATE")
     with SqliteStore(path, timeout=0.1) as reader:
         assert len(reader.view({"torch.k": "v1"})) == 1
         with pytest.raises(StoreError, match="locked"):
-            reader.put([measured(2)])
+            reader.put([measurement(2)])
     other.execute("ROLLBACK")
     other.close()
 
 
 # damaged files
 
-def filled(path, n=400) -> bytes:
+def fill_store(path, n=400) -> bytes:
     with SqliteStore(path) as store:
-        store.put([measured(i, f"torch.k{i % 4}") for i in range(n)], ENVIRONMENT)
+        store.put([measurement(i, f"torch.k{i % 4}") for i in range(n)], ENVIRONMENT)
     # closed: everything is in the file itself
     assert not Path(f"{path}-wal").exists()
     return path.read_bytes()
 
 
-def flipped(data: bytes, at: int, bit: int = 1) -> bytes:
+def flip_byte(data: bytes, at: int, bit: int = 1) -> bytes:
     return data[:at] + bytes([data[at] ^ bit]) + data[at + 1:]
 
 
@@ -332,13 +328,13 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, happened, damage):
+def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, emitted, damage):
     lz.configure(perfdb="off")
-    data = DAMAGES[damage](filled(perfdb))
+    data = DAMAGES[damage](fill_store(perfdb))
     perfdb.write_bytes(data)
-    happened.clear()
+    emitted.clear()
     lz.configure(perfdb=str(perfdb))
-    (event,) = of(StoreTrouble, happened)
+    (event,) = events_of(StoreTrouble, emitted)
     assert event.store == str(perfdb) and event.problem
     assert "when something is to be written" in event.action
     assert len(worlds.current().perf) == 0
@@ -346,8 +342,8 @@ def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, ha
     lz.rms_norm(rows())                                        # calls go on
     assert [file.name for file in perfdb.parent.iterdir()] == ["perf.sqlite"]
     assert perfdb.read_bytes() == data
-    measurements.record([measured(1)])
-    event = of(StoreTrouble, happened)[-1]
+    measurements.record([measurement(1)])
+    event = events_of(StoreTrouble, emitted)[-1]
     assert event.store == str(perfdb) and event.problem
     assert "set aside as perf.sqlite.corrupt-" in event.action
     (aside,) = perfdb.parent.glob("perf.sqlite.corrupt-*")
@@ -366,8 +362,8 @@ def test_a_changed_bit_in_a_row_is_noticed_and_the_row_not_believed(path, place,
 
     The structure of the file is whole, so that SQLite itself sees nothing.
     """
-    data = filled(path)
-    path.write_bytes(flipped(data, data.index(place) + 6, bit))
+    data = fill_store(path)
+    path.write_bytes(flip_byte(data, data.index(place) + 6, bit))
     with SqliteStore(path) as store:
         view = store.view({f"torch.k{i}": "v1" for i in range(4)})
         assert len(list(view)) == 399
@@ -375,37 +371,37 @@ def test_a_changed_bit_in_a_row_is_noticed_and_the_row_not_believed(path, place,
             list(store.rows())
 
 
-def test_a_damaged_row_that_a_command_meets_sets_the_file_aside(perfdb, happened):
+def test_a_damaged_row_that_a_command_meets_sets_the_file_aside(perfdb, emitted):
     lz.configure(perfdb="off")
-    data = filled(perfdb)
-    perfdb.write_bytes(flipped(data, data.index(b"float32 rows=17 ") + 14))
+    data = fill_store(perfdb)
+    perfdb.write_bytes(flip_byte(data, data.index(b"float32 rows=17 ") + 14))
     lz.configure(perfdb=str(perfdb))
     with pytest.raises(StoreError, match="set aside as"), measurements.open_store() as store:
         list(store.rows())
-    assert len(of(StoreTrouble, happened)) == 1
+    assert len(events_of(StoreTrouble, emitted)) == 1
     with measurements.open_store() as store:
         assert list(store.rows()) == []
 
 
-def test_damage_found_while_writing_costs_the_file_and_not_the_measurement(perfdb, happened):
-    perfdb.write_bytes(filled(perfdb)[:5000])
-    measurements.record([measured(1)])
-    assert len(of(StoreTrouble, happened)) == 1
+def test_damage_found_while_writing_costs_the_file_and_not_the_measurement(perfdb, emitted):
+    perfdb.write_bytes(fill_store(perfdb)[:5000])
+    measurements.record([measurement(1)])
+    assert len(events_of(StoreTrouble, emitted)) == 1
     with SqliteStore(perfdb) as store:
         assert len(list(store.rows())) == 1
 
 
 def test_of_two_processes_that_find_the_damage_one_sets_the_file_aside(path):
-    path.write_bytes(bytes(16) + filled(path)[16:])
-    found = []
+    path.write_bytes(bytes(16) + fill_store(path)[16:])
+    results = []
     for _ in range(2):
         with pytest.raises(CorruptStore) as e:
             SqliteStore(path)
-        found.append(e.value.file)
-    assert set_aside(path, found[0]) is not None
-    filled(path, 3)
+        results.append(e.value.file)
+    assert set_aside(path, results[0]) is not None
+    fill_store(path, 3)
     # it looked at the old one; the new one stays
-    assert set_aside(path, found[1]) is None
+    assert set_aside(path, results[1]) is None
     with SqliteStore(path) as store:
         assert len(list(store.rows())) == 3
 
@@ -414,25 +410,25 @@ def test_an_empty_file_is_a_new_store(path):
     path.parent.mkdir()
     path.write_bytes(b"")
     with SqliteStore(path) as store:
-        store.put([measured()])
+        store.put([measurement()])
         assert len(list(store.rows())) == 1
 
 
 # other releases, other programs
 
-def test_a_store_of_a_later_release_is_refused_and_left_alone(perfdb, happened):
+def test_a_store_of_a_later_release_is_refused_and_left_alone(perfdb, emitted):
     lz.configure(perfdb="off")
-    filled(perfdb)
+    fill_store(perfdb)
     with sqlite3.connect(perfdb) as c:
         c.execute("PRAGMA user_version = 99")
     c.close()
     data = perfdb.read_bytes()
     with pytest.raises(NewerStore, match=r"schema 99.*upgrade layerzero"):
         SqliteStore(perfdb)
-    happened.clear()
+    emitted.clear()
     lz.configure(perfdb=str(perfdb))
-    measurements.record([measured(1)])
-    assert ["schema 99" in e.problem for e in of(StoreTrouble, happened)] == [True, True]
+    measurements.record([measurement(1)])
+    assert ["schema 99" in e.problem for e in events_of(StoreTrouble, emitted)] == [True, True]
     assert len(worlds.current().perf) == 1                     # this process uses what it measured
     assert perfdb.read_bytes() == data and list(perfdb.parent.glob("*corrupt*")) == []
 
@@ -458,9 +454,9 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
             c.execute(statement) if isinstance(statement, str) else statement(c)
     c.execute(f"PRAGMA application_id = {ownership.APPLICATION_ID}")
     c.execute(f"PRAGMA user_version = {version}")
-    kept = [measured(i)._replace(place="cpu-2t") for i in range(5)] if version else []
+    kept = [measurement(i)._replace(place="cpu-2t") for i in range(5)] if version else []
     # Of a GPU, where nobody can tell how it was timed, before rows had a mode.
-    others = [measured(5)._replace(place="gpu")] if version else []
+    others = [measurement(5)._replace(place="gpu")] if version else []
     columns = 18 if version < 3 else 19
     for m in (*kept, *others):
         row = tuple(m)[:columns - 1]

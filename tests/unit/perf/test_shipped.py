@@ -39,7 +39,7 @@ def call_times(**us):
             for name, n in us.items()]
 
 
-def written(path, device=None, versions=None, **us):
+def write_table(path, device=None, versions=None, **us):
     text = shipped.text_of(device or here(), versions or {"torch": ">=2.8"}, "2026-01-01", "a test",
                            Rates(1e5, 1e4),
                            call_times(**us), BASELINES)
@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch, world):
     return tmp_path
 
 
-def renewed():
+def reload_tables():
     """The world as it would be in a new process: nothing of the tables is remembered."""
     worlds.publish(lambda w: replace(w, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}), "test")
 
@@ -77,9 +77,9 @@ def test_all_of_them_are_small():
 
 
 def test_a_table_holds_torchs_own_the_fastest_and_those_near_it(tmp_path):
-    path = written(tmp_path / "t.json", torch__sdpa=90.0, torch__sdpa_flash=10.0,
-                   torch__sdpa_math=50.0,
-                   reference__attention=9.5)
+    path = write_table(tmp_path / "t.json", torch__sdpa=90.0, torch__sdpa_flash=10.0,
+                       torch__sdpa_math=50.0,
+                       reference__attention=9.5)
     assert {m.kernel: m.median_us for m in shipped.read(path, OPS).rows} == {
         "torch.sdpa": 90.0, "torch.sdpa_flash": 10.0}
 
@@ -91,7 +91,7 @@ def test_a_table_holds_torchs_own_the_fastest_and_those_near_it(tmp_path):
     {"rows": [["rms_norm", "fast", "float32", "rows=1", 1.0, 1.0, {"0": 1.0}]]},
     {"rows": [["rms_norm", "eager", "float32", "rows=1", 1.0, 1.0, {"0": -1.0}]]}])
 def test_a_file_that_is_not_as_it_should_be_is_refused_by_name(tmp_path, change):
-    path = written(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0)
+    path = write_table(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=r"t\.json"):
         shipped.read(path, OPS)
@@ -108,9 +108,10 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path, text):
 # what it applies to
 
 def test_device_threads_and_versions_must_be_those_it_was_measured_with(tmp_path):
-    path = written(tmp_path / "t.json", versions={"torch": ">=2.8,<2.12", "driver": ">=570"},
-                   torch__sdpa=9.0,
-                   native__attention_decode_mha=8.0, device={"type": "cuda", "name": "NVIDIA X"})
+    path = write_table(tmp_path / "t.json", versions={"torch": ">=2.8,<2.12", "driver": ">=570"},
+                       torch__sdpa=9.0,
+                       native__attention_decode_mha=8.0,
+                       device={"type": "cuda", "name": "NVIDIA X"})
     table, gpu = shipped.read(path, OPS), replace(nvidia(90), name="NVIDIA X",
                                                   torch_version="2.11.0+cu130",
                                                   driver_version="580.65.06")
@@ -125,8 +126,8 @@ def test_device_threads_and_versions_must_be_those_it_was_measured_with(tmp_path
 
 
 def test_a_cpu_needs_the_same_threads_and_what_the_kernels_were_compiled_for(tmp_path):
-    path = written(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0,
-                   device=here(threads=7))
+    path = write_table(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0,
+                       device=here(threads=7))
     table, cpu = shipped.read(path, OPS), hardware.probe("cpu")
     assert table.is_for(cpu) and table.refusal(cpu, 7, satisfies) == ""
     assert "7 threads" in table.refusal(cpu, 3, satisfies)
@@ -137,8 +138,8 @@ def test_a_cpu_needs_the_same_threads_and_what_the_kernels_were_compiled_for(tmp
 
 def test_it_decides_until_something_was_measured_here(folder):
     lz.configure(perfdb="off")
-    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
-    renewed()
+    write_table(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
+    reload_tables()
     plan = lz.explain("attention", *qkv())
     assert plan.kernel == "torch.sdpa_flash"
     assert (plan.steps[0].score.origin.startswith("shipped: ")
@@ -152,36 +153,38 @@ def test_it_decides_until_something_was_measured_here(folder):
 
 
 def test_a_setting_switches_it_off(folder):
-    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
+    write_table(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     lz.configure(shipped_measurements=False)
-    renewed()
+    reload_tables()
     assert lz.which("attention", *qkv()) != "torch.sdpa_flash"
 
 
 def test_a_library_of_another_version_is_left_out(folder):
-    written(folder / "t.json", versions={"torch": ">=2.8", "layerzero": ">=99"}, torch__sdpa=5.0,
-            native__attention_decode_mha=3.0, torch__sdpa_flash=4.0)
-    renewed()
+    write_table(folder / "t.json", versions={"torch": ">=2.8", "layerzero": ">=99"},
+                torch__sdpa=5.0,
+                native__attention_decode_mha=3.0, torch__sdpa_flash=4.0)
+    reload_tables()
     known = {m.kernel for m in worlds.current().shipped("cpu").view}
     # native comes from the distribution layerzero
     assert known == {"torch.sdpa", "torch.sdpa_flash"}
 
 
-def test_a_damaged_file_costs_itself_and_is_told(folder, happened):
+def test_a_damaged_file_costs_itself_and_is_told(folder, emitted):
     (folder / "bad.json").write_text("{")
-    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
-    renewed()
+    write_table(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
+    reload_tables()
     assert lz.which("attention", *qkv()) == "torch.sdpa_flash"
-    assert {e.store for e in happened if e.name == "store_trouble"} == {"bad.json"}
+    assert {e.store for e in emitted if e.name == "store_trouble"} == {"bad.json"}
 
 
 def test_the_doctor_says_which_one_applies(folder):
     def told():
-        renewed()
+        reload_tables()
         return next(c for c in lz.doctor().checks if c.name == "shipped measurements (cpu)").detail
 
     assert told().startswith("none for ")
-    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
+    write_table(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     assert "1 kinds of call" in told() and "2026-01-01" in told()
-    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0, versions={"torch": ">=99"})
+    write_table(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0,
+                versions={"torch": ">=99"})
     assert "do not count here" in told() and "torch >=99" in told()

@@ -8,7 +8,7 @@ import os
 import random
 
 import pytest
-from stored import measured
+from stored import measurement
 
 import layerzero as lz
 from layerzero.perf import exchange, shipped
@@ -23,7 +23,7 @@ from layerzero.world import snapshot as worlds
 def test_a_spoiled_export_is_refused_as_data_and_changes_nothing(tmp_path, seed):
     draw, file = random.Random(seed), tmp_path / "x.jsonl"
     with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
-        a.put([measured(i) for i in range(9)], {"machine": "here"})
+        a.put([measurement(i) for i in range(9)], {"machine": "here"})
         a.write((), {}, {"here": (Rates(1.0, 2.0), 5.0)})
         a.export(file)
         data = file.read_bytes()
@@ -65,7 +65,7 @@ def test_a_spoiled_export_is_refused_as_data_and_changes_nothing(tmp_path, seed)
 def test_numbers_that_no_measurement_has(tmp_path, field, value):
     file = tmp_path / "x.jsonl"
     with SqliteStore(tmp_path / "a.sqlite") as a:
-        a.put([measured(1)])
+        a.put([measurement(1)])
         a.export(file)
         before = list(a.rows())
         lines = file.read_text().splitlines()
@@ -79,7 +79,7 @@ def test_numbers_that_no_measurement_has(tmp_path, field, value):
 
 def test_an_export_replaces_only_an_export(tmp_path):
     with SqliteStore(tmp_path / "a.sqlite") as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
         (tmp_path / "notes.txt").write_text("mine")
         (tmp_path / "folder").mkdir()
         os.mkfifo(tmp_path / "fifo")
@@ -118,7 +118,7 @@ ODD = (
 )
 
 
-def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happened):
+def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, emitted):
     """Every field replaced by every odd value, in the head, the device and a row: DataError, or a
     table that works."""
     data = json.loads(TABLE.read_text())
@@ -141,7 +141,7 @@ def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happ
             shipped.read(tmp_path / "table.json", ops)
         except DataError:
             refused += 1
-        happened.clear()
+        emitted.clear()
         perf_loading.shipped_table(worlds.current().catalog, device)
         if old is None:
             del owner[key]

@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from helpers import of, rows
-from stored import measured
+from helpers import events_of, rows
+from stored import measurement
 
 import layerzero as lz
 from layerzero.cli import main
@@ -31,24 +31,24 @@ ID = struct.pack(">I", ownership.APPLICATION_ID)
 def folder(tmp_path, monkeypatch, world):
     """A folder of the test's own for the store; nothing of the user's is read or written."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "store"
-    found.mkdir()
-    return found
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
 
 
 def tree(folder: Path) -> dict[str, object]:
     """Everything in a folder, by name: kind, inode, time of change, content."""
-    found: dict[str, object] = {}
+    entries: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         status = os.lstat(path)
         content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        found[str(path.relative_to(folder))] = (
+        entries[str(path.relative_to(folder))] = (
             status.st_mode,
             status.st_ino,
             status.st_mtime_ns,
             content,
         )
-    return found
+    return entries
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -61,11 +61,11 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def other_program(path: Path, journal: str = "delete") -> sqlite3.Connection:
-    found = sqlite3.connect(path, isolation_level=None)
-    found.execute(f"PRAGMA journal_mode = {journal}")
-    found.execute("CREATE TABLE friends (name TEXT)")
-    found.execute("INSERT INTO friends VALUES ('Ada')")
-    return found
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute(f"PRAGMA journal_mode = {journal}")
+    connection.execute("CREATE TABLE friends (name TEXT)")
+    connection.execute("INSERT INTO friends VALUES ('Ada')")
+    return connection
 
 
 def their_database(path):
@@ -77,26 +77,26 @@ def their_open_database(path):
 
 
 def their_empty_database(path):
-    found = sqlite3.connect(path)
-    found.execute("PRAGMA user_version = 1")
-    found.close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
 
 
 def our_tables_without_our_id(path):
     SqliteStore(path).close()
-    with sqlite3.connect(path) as found:
-        found.execute("PRAGMA journal_mode = DELETE")
-        found.execute("PRAGMA application_id = 0")
-    found.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("PRAGMA application_id = 0")
+    connection.close()
 
 
 def a_socket(path):
     here = os.getcwd()
     os.chdir(path.parent)  # the address of a socket must be short
     try:
-        found = socket.socket(socket.AF_UNIX)
-        found.bind(path.name)
-        return found
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(path.name)
+        return sock
     finally:
         os.chdir(here)
 
@@ -143,14 +143,14 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, happened, capsys, what):
+def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, emitted, capsys, what):
     path = folder / "perf.sqlite"
     held = FOREIGN[what](path)
     before = tree(folder)
     lz.configure(perfdb=str(path))
     lz.rms_norm(rows())
-    measurements.record([measured(1)], {"here": Rates(1.0, 2.0)})
-    event = of(StoreTrouble, happened)[-1]
+    measurements.record([measurement(1)], {"here": Rates(1.0, 2.0)})
+    event = events_of(StoreTrouble, emitted)[-1]
     assert (
         "2 measurements are kept in memory" in event.action
         and event.problem
@@ -168,9 +168,9 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, happen
     assert tree(folder) == before
     assert not measurements.status().ok
     lz.configure(perfdb=str(folder / "another.sqlite"))  # what the message says: a file of its own
-    measurements.record([measured(2)])
+    measurements.record([measurement(2)])
     with SqliteStore(folder / "another.sqlite") as store:
-        assert sorted(store.rows()) == [measured(1), measured(2)] and store.rates() == {
+        assert sorted(store.rows()) == [measurement(1), measurement(2)] and store.rates() == {
             "here": Rates(1.0, 2.0)
         }
     assert measurements.status().ok
@@ -183,36 +183,36 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, happen
 )
 def test_no_name_of_a_file_is_special(folder, name):
     with SqliteStore(folder / name) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     assert (folder / name).read_bytes()[68:72] == ID
     with SqliteStore(folder / name, read_only=True) as store:
-        assert list(store.rows()) == [measured(1)]
+        assert list(store.rows()) == [measurement(1)]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "perf.sqlite/below"])
-def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, happened, name):
+def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, emitted, name):
     (folder / "perf.sqlite").write_text("a file, and no folder")
     lz.configure(perfdb=f"{folder}/{name}")
     lz.rms_norm(rows())
-    measurements.record([measured(1)])
-    assert "1 measurements are kept in memory" in of(StoreTrouble, happened)[-1].action
+    measurements.record([measurement(1)])
+    assert "1 measurements are kept in memory" in events_of(StoreTrouble, emitted)[-1].action
 
 
-def test_a_link_to_a_store_is_the_store(folder, happened):
+def test_a_link_to_a_store_is_the_store(folder, emitted):
     """What SQLite keeps beside a file is beside the file, not beside the link; so is what is set
     aside."""
     (folder / "real").mkdir()
     real, link = folder / "real" / "store", folder / "link"
     with SqliteStore(real) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     link.symlink_to(real)
     lz.configure(perfdb=str(link))
-    measurements.record([measured(2)])
+    measurements.record([measurement(2)])
     with SqliteStore(real, read_only=True) as store:
         assert len(list(store.rows())) == 2
     real.write_bytes(real.read_bytes()[:5000])
-    measurements.record([measured(3)])
-    assert "set aside as store.corrupt-" in of(StoreTrouble, happened)[-1].action
+    measurements.record([measurement(3)])
+    assert "set aside as store.corrupt-" in events_of(StoreTrouble, emitted)[-1].action
     assert link.is_symlink() and sorted(p.name.partition("-2")[0] for p in folder.rglob("*")) == [
         "link",
         "real",
@@ -221,7 +221,7 @@ def test_a_link_to_a_store_is_the_store(folder, happened):
         "store.lock",
     ]
     with SqliteStore(link, read_only=True) as store:
-        assert list(store.rows()) == [measured(3)]
+        assert list(store.rows()) == [measurement(3)]
 
 
 def test_to_set_aside_follows_no_link_and_renames_nothing_of_others(folder):
@@ -229,7 +229,7 @@ def test_to_set_aside_follows_no_link_and_renames_nothing_of_others(folder):
     victim = folder / "victim"
     victim.write_text("precious")
     with SqliteStore(path) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     path.write_bytes(path.read_bytes()[:5000])
     Path(f"{path}.lock").symlink_to(victim)
     from layerzero.perf.store import set_aside
@@ -253,7 +253,7 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
         ownership, "_read_head", lambda path, count: read.append(path) or first(path, count)
     )
     with SqliteStore(path) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
         read.clear()
         with SqliteStore(path), SqliteStore(path, read_only=True) as reader:
             assert len(list(reader.rows())) == 1
@@ -279,7 +279,7 @@ def test_commands_that_read_change_nothing(folder, capsys, damage):
     path = folder / "perf.sqlite"
     if damage != "no file":
         with SqliteStore(path) as store:
-            store.put([measured(i) for i in range(300)])
+            store.put([measurement(i) for i in range(300)])
         data = path.read_bytes()
         at = data.index(b"float32 rows=17 ") + 14
         path.write_bytes(
@@ -309,11 +309,11 @@ def test_a_reader_beside_a_writer_sees_what_was_written(folder):
     path = folder / "perf.sqlite"
     with SqliteStore(path) as store:
         for i in range(20):
-            store.put([measured(i)])
+            store.put([measurement(i)])
             with SqliteStore(path, read_only=True) as reader:
                 assert len(list(reader.rows())) == len(reader.view({"torch.k": "v1"})) == i + 1
                 with pytest.raises(StoreError, match="readonly"):
-                    reader.put([measured(99)])
+                    reader.put([measurement(99)])
 
 
 def test_a_reader_does_not_wait_for_ever(folder):
@@ -335,8 +335,8 @@ def test_a_reader_does_not_wait_for_ever(folder):
     ("median_us", -1.0), ("median_us", float("inf")), ("spread", -1.0), ("at", float("-inf")),
     ("p99_us", float("inf")), ("flops", -1e18)])
 def test_a_row_that_cannot_be_is_not_believed_though_its_checksum_is_right(folder, column, value):
-    path, sound = folder / "perf.sqlite", measured(0)
-    forged = tuple(measured(1)._replace(**{column: value}))
+    path, sound = folder / "perf.sqlite", measurement(0)
+    forged = tuple(measurement(1)._replace(**{column: value}))
     with SqliteStore(path) as store:
         store.write([sound], {}, {})
     with sqlite3.connect(path) as other:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Fake, of, register, rows
-from stored import measured
+from helpers import Fake, events_of, register, rows
+from stored import measurement
 
 import layerzero as lz
 from layerzero.machine import builds
@@ -37,24 +37,24 @@ KERNELS = 4
 def folder(tmp_path, monkeypatch, world):
     """A folder of the test's own for the store; nothing of the user's is read or written."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "store"
-    found.mkdir()
-    return found
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
 
 
 def files_of(folder: Path, open_log: bool) -> dict[str, bytes]:
     """The files of a store that is in use: with `open_log` half of the rows are in its log."""
     path = folder / "original"
     kernels = [k.kernel for k in fakes()]
-    found = [
-        measured(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS]))
+    files = [
+        measurement(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS]))
         for i in range(240)
     ]
     with SqliteStore(path) as store:
-        store.put(found[:120], {"machine": "here", "note": "ä" * 20})
+        store.put(files[:120], {"machine": "here", "note": "ä" * 20})
         store.write((), {}, {"here": (Rates(1e5, 2e4), 5.0)})
     with SqliteStore(path) as store:
-        store.put(found[120:])
+        store.put(files[120:])
         names = ("", "-wal", "-shm") if open_log else ("",)
         if open_log:
             return {end: Path(f"{path}{end}").read_bytes() for end in names}
@@ -65,7 +65,7 @@ def fakes() -> list[Fake]:
     return [Fake(f"fake.k{i}") for i in range(KERNELS)]
 
 
-def spoiled(draw: random.Random, data: bytes) -> bytes:
+def damage_bytes(draw: random.Random, data: bytes) -> bytes:
     """`data` with one of the damages that disks, file systems and people do."""
     classes = [
         draw.randrange(100),
@@ -95,19 +95,19 @@ def spoiled(draw: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder, happened, seed):
+def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder, emitted, seed):
     """40 damages a seed: in the file, in its log, in the index of the log; read, written, read
     again."""
     path, draw = folder / "perf.sqlite", random.Random(seed)
-    register(*(made := fakes()))
+    register(*(candidates := fakes()))
     whole = files_of(folder.parent, open_log=seed % 2 == 1)
     with SqliteStore(folder.parent / "original", read_only=True) as store:
         original = {m._replace(environment="") for m in store.rows()}
     lz.configure(perfdb=str(path))
     policy, kernels, new = (
         worlds.current().policy,
-        [f.kernel for f in made],
-        measured(9, "torch.new"),
+        [f.kernel for f in candidates],
+        measurement(9, "torch.new"),
     )
     refused = 0
     for _ in range(40):
@@ -115,16 +115,16 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
             old.unlink()
         spoil = draw.choice(list(whole))
         for end, data in whole.items():
-            Path(f"{path}{end}").write_bytes(spoiled(draw, data) if end == spoil else data)
+            Path(f"{path}{end}").write_bytes(damage_bytes(draw, data) if end == spoil else data)
         before = path.read_bytes()
         state.reset()
         view, _ = perf_loading.load(policy, kernels)  # as a new process does
         assert {m._replace(environment="") for m in view} <= original
         assert path.read_bytes() == before and not list(folder.glob("*corrupt*"))
-        told = measurements._store_rows(policy, [new], {}, {})
+        messages = measurements._store_rows(policy, [new], {}, {})
         if state.unsaved:  # no longer to be told from another's file
             refused += 1
-            assert told and list(state.unsaved.rows.values()) == [new]
+            assert messages and list(state.unsaved.rows.values()) == [new]
             assert path.read_bytes() == before or before[68:72] == ID
             continue
         with SqliteStore(path, read_only=True) as store:
@@ -137,12 +137,12 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
 
 
 @pytest.mark.parametrize("at", range(100))
-def test_every_byte_of_the_header(folder, at, happened):
+def test_every_byte_of_the_header(folder, at, emitted):
     """Damaged in each of four ways; a store that lost its id is left alone, any other is read, or
     set aside."""
     path = folder / "perf.sqlite"
     with SqliteStore(path) as store:
-        store.put([measured(i) for i in range(40)])
+        store.put([measurement(i) for i in range(40)])
     data = path.read_bytes()
     lz.configure(perfdb="off")
     lz.configure(perfdb=str(path))
@@ -153,31 +153,32 @@ def test_every_byte_of_the_header(folder, at, happened):
         path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
         state.reset()
         perf_loading.load(policy, ())
-        measurements._store_rows(policy, [measured(99)], {}, {})
+        measurements._store_rows(policy, [measurement(99)], {}, {})
         if state.unsaved:
             assert 60 <= at < 72  # a later schema, or no id of ours
         else:
             with SqliteStore(path, read_only=True) as store:
-                assert store.get("torch.k", measured(99).bucket, measured(99).place) == measured(99)
+                last = measurement(99)
+                assert store.get("torch.k", last.bucket, last.place) == last
 
 
-def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, happened):
+def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, emitted):
     """The structure was whole when it was loaded; the copy in memory is spoiled afterwards."""
     path = folder / "perf.sqlite"
     fake = Fake("fake.one")
     register(fake)
     with SqliteStore(path) as store:
-        store.put([measured(1, "fake.one", build=builds.build_of(fake.kernel))])
+        store.put([measurement(1, "fake.one", build=builds.build_of(fake.kernel))])
     lz.configure(perfdb=str(path))
     source = worlds.current().perf._source
     source._connection.execute("DROP TABLE measurements")
     lz.rms_norm(rows())
-    event = of(StoreTrouble, happened)[-1]
+    event = events_of(StoreTrouble, emitted)[-1]
     assert (
         "no such table" in event.problem
         and "set aside when something is to be written" in event.action
     )
-    measurements.record([measured(2)])  # looks at the file, which is sound
+    measurements.record([measurement(2)])  # looks at the file, which is sound
     assert not list(folder.glob("*corrupt*")) and measurements.status().ok
 
 
@@ -215,24 +216,24 @@ def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(f
             step = functools.partial(_killed_at, itertools.count(1), last)
 
             def watched(self: SqliteStore, how: str, hook=hook, step=step) -> sqlite3.Connection:
-                found = connect(self, how)
+                connection = connect(self, how)
                 if hook == "trace":
-                    found.set_trace_callback(step)
+                    connection.set_trace_callback(step)
                 else:
-                    found.set_progress_handler(step, 1)
-                return found
+                    connection.set_progress_handler(step, 1)
+                return connection
 
             try:
                 monkeypatch.setattr(SqliteStore, "_connect", watched)
                 with SqliteStore(path) as store:
-                    store.put([measured(1)])
+                    store.put([measurement(1)])
             finally:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         alive += not status
         kinds.add(ownership.inspect(path).kind)
         with SqliteStore(path) as store:
-            store.put([measured(2)])
+            store.put([measurement(2)])
             store.verify()
-            assert list(store.rows())[-1] == measured(2), (hook, last)
+            assert list(store.rows())[-1] == measurement(2), (hook, last)
     assert kinds == {"empty", "ours"} and alive < len(moments) / 2

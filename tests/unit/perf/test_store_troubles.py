@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import of, python, rows
-from stored import measured
+from helpers import events_of, python, rows
+from stored import measurement
 
 import layerzero as lz
 from layerzero.perf.batch import Batch
@@ -32,19 +32,19 @@ from layerzero.world.perf_loading import state
 @pytest.fixture
 def path(tmp_path, monkeypatch, world):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "perf.sqlite"
-    lz.configure(perfdb=str(found))
-    return found
+    folder_ = tmp_path / "perf.sqlite"
+    lz.configure(perfdb=str(folder_))
+    return folder_
 
 
-def kept(path: Path) -> list[Measurement]:
+def stored_rows(path: Path) -> list[Measurement]:
     with SqliteStore(path, read_only=True) as store:
         return sorted(store.rows())
 
 
-def waits(happened: list, count: int, word: str) -> None:
+def waits(emitted: list, count: int, word: str) -> None:
     """The last trouble is about `word`, and says that so many wait; they decide all the same."""
-    event = of(StoreTrouble, happened)[-1]
+    event = events_of(StoreTrouble, emitted)[-1]
     assert word in event.problem and f"{count} measurements are kept in memory" in event.action, (
         event
     )
@@ -53,66 +53,66 @@ def waits(happened: list, count: int, word: str) -> None:
     assert all(perf.get(m.kernel, m.bucket, m.place) == m for m in state.unsaved.rows.values())
 
 
-def works_again(happened: list, path: Path, want: list[Measurement], written: int) -> None:
+def works_again(emitted: list, path: Path, want: list[Measurement], written: int) -> None:
     measurements.retry_save()
-    assert kept(path) == sorted(want) and not state.unsaved
-    assert [e.written for e in of(StoreRecovered, happened)] == [written]
+    assert stored_rows(path) == sorted(want) and not state.unsaved
+    assert [e.written for e in events_of(StoreRecovered, emitted)] == [written]
     assert measurements.status().ok
     measurements.retry_save()  # nothing is left to do
-    assert len(of(StoreRecovered, happened)) == 1
+    assert len(events_of(StoreRecovered, emitted)) == 1
 
 
 # what may stand in the way, and goes away
 
 
-def test_a_later_schema(path, happened):
-    measurements.record([measured(0)])
+def test_a_later_schema(path, emitted):
+    measurements.record([measurement(0)])
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 99")
     other.close()
-    measurements.record([measured(1)])
-    measurements.record([measured(2)])
-    waits(happened, 2, "schema 99")
-    told = len(happened)
+    measurements.record([measurement(1)])
+    measurements.record([measurement(2)])
+    waits(emitted, 2, "schema 99")
+    told = len(emitted)
     measurements.retry_save()  # the same trouble is not told again
-    assert len(happened) == told
+    assert len(emitted) == told
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 3")
     other.close()
-    works_again(happened, path, [measured(0), measured(1), measured(2)], 2)
+    works_again(emitted, path, [measurement(0), measurement(1), measurement(2)], 2)
 
 
-def test_a_lock_that_does_not_end(path, happened, monkeypatch):
-    measurements.record([measured(0)])
+def test_a_lock_that_does_not_end(path, emitted, monkeypatch):
+    measurements.record([measurement(0)])
     monkeypatch.setattr(perf_loading, "WRITE_SECONDS", 0.05)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    measurements.record([measured(1)], {"here": Rates(3.0, 4.0)})
-    waits(happened, 2, "locked")
+    measurements.record([measurement(1)], {"here": Rates(3.0, 4.0)})
+    waits(emitted, 2, "locked")
     other.execute("ROLLBACK")
     other.close()
-    works_again(happened, path, [measured(0), measured(1)], 2)
+    works_again(emitted, path, [measurement(0), measurement(1)], 2)
     with SqliteStore(path, read_only=True) as store:
         assert store.rates() == {"here": Rates(3.0, 4.0)}
 
 
-def test_pages_run_out(path, happened, monkeypatch):
+def test_pages_run_out(path, emitted, monkeypatch):
     """SQLite's own "database or disk is full"."""
     connect = SqliteStore._connect
 
     def small(self, how):
-        found = connect(self, how)
-        found.execute(
-            f"PRAGMA max_page_count = {found.execute('PRAGMA page_count').fetchone()[0] or 12}"
+        connection = connect(self, how)
+        connection.execute(
+            f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').fetchone()[0] or 12}"
         )
-        return found
+        return connection
 
-    measurements.record([measured(0)])
+    measurements.record([measurement(0)])
     with monkeypatch.context() as patch:
         patch.setattr(SqliteStore, "_connect", small)
-        measurements.record([measured(i) for i in range(1, 200)])
-        waits(happened, 199, "full")
-    works_again(happened, path, [measured(i) for i in range(200)], 199)
+        measurements.record([measurement(i) for i in range(1, 200)])
+        waits(emitted, 199, "full")
+    works_again(emitted, path, [measurement(i) for i in range(200)], 199)
 
 
 def fill(path: Path) -> None:
@@ -126,7 +126,7 @@ def fill(path: Path) -> None:
         os.close(file)
 
 
-def test_a_full_disk(path, happened, tmp_path):
+def test_a_full_disk(path, emitted, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -135,43 +135,43 @@ def test_a_full_disk(path, happened, tmp_path):
         pytest.skip("needs to be allowed to mount a tmpfs")
     try:
         lz.configure(perfdb=str(disk / "perf.sqlite"))
-        measurements.record([measured(0)])
+        measurements.record([measurement(0)])
         fill(disk / "filler")
         lz.rms_norm(rows())
         measurements.reload_measurements()
-        measurements.record([measured(i) for i in range(1, 300)])
-        waits(happened, 299, "")
+        measurements.record([measurement(i) for i in range(1, 300)])
+        waits(emitted, 299, "")
         (disk / "filler").unlink()
-        works_again(happened, disk / "perf.sqlite", [measured(i) for i in range(300)], 299)
+        works_again(emitted, disk / "perf.sqlite", [measurement(i) for i in range(300)], 299)
         fill(disk / "filler")
         lz.configure(perfdb=str(disk / "new.sqlite"))  # nor can a new one be made
-        measurements.record([measured(1000)])
-        waits(happened, 1, "")
+        measurements.record([measurement(1000)])
+        waits(emitted, 1, "")
     finally:
         lz.configure(perfdb="off")
         subprocess.run(["umount", "-l", disk], capture_output=True)
 
 
-def test_a_limit_on_the_size_of_files(path, happened):
-    measurements.record([measured(0)])
+def test_a_limit_on_the_size_of_files(path, emitted):
+    measurements.record([measurement(0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
     try:
-        measurements.record([measured(i) for i in range(1, 300)])
-        waits(happened, 299, "")
+        measurements.record([measurement(i) for i in range(1, 300)])
+        waits(emitted, 299, "")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    works_again(happened, path, [measured(i) for i in range(300)], 299)
+    works_again(emitted, path, [measurement(i) for i in range(300)], 299)
 
 
-def test_a_folder_that_is_a_file_for_a_while(path, happened):
+def test_a_folder_that_is_a_file_for_a_while(path, emitted):
     lz.configure(perfdb=str(path / "deep" / "perf.sqlite"))
     path.write_text("in the way")
-    measurements.record([measured(0)])
-    waits(happened, 1, "perf.sqlite")
+    measurements.record([measurement(0)])
+    waits(emitted, 1, "perf.sqlite")
     assert path.read_text() == "in the way"
     path.unlink()
-    works_again(happened, path / "deep" / "perf.sqlite", [measured(0)], 1)
+    works_again(emitted, path / "deep" / "perf.sqlite", [measurement(0)], 1)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -205,7 +205,7 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
     """
     with tempfile.TemporaryDirectory() as folder:  # another user cannot look into tmp_path
         with SqliteStore(Path(folder) / "perf.sqlite") as store:
-            store.put([measured(1)])
+            store.put([measurement(1)])
         lines = python(
             code, FOLDER=folder, KIND=kind, LAYERZERO_CACHE_DIR=str(tmp_path)
         ).splitlines()
@@ -213,37 +213,38 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
     assert lines[-1] == "0 [1] 2"
 
 
-def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
+def test_a_file_system_without_shared_memory(path, emitted, monkeypatch):
     """No log then: SQLite keeps its journal, and everything else is as ever."""
     connect = SqliteStore._connect
     monkeypatch.setattr(
         SqliteStore, "_connect", lambda self, how: connect(self, f"{how}&vfs=unix-dotfile")
     )
     for i in range(5):
-        measurements.record([measured(i)])
-    assert kept(path) == [measured(i) for i in range(5)] and of(StoreTrouble, happened) == []
+        measurements.record([measurement(i)])
+    assert stored_rows(path) == [measurement(i) for i in range(5)] and events_of(StoreTrouble,
+                                                                              emitted) == []
     with SqliteStore(path) as store:
         assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_after_a_while_it_is_tried_again_by_itself(path, happened, monkeypatch):
+def test_after_a_while_it_is_tried_again_by_itself(path, emitted, monkeypatch):
     monkeypatch.setattr(perf_loading, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(measurements, "_retry", None)  # another test's
     path.write_text("in the way")
-    measurements.record([measured(0)])
+    measurements.record([measurement(0)])
     assert state.unsaved
     path.unlink()
     end = time.monotonic() + 30
-    while not of(StoreRecovered, happened) and time.monotonic() < end:
+    while not events_of(StoreRecovered, emitted) and time.monotonic() < end:
         time.sleep(0.02)
-    assert kept(path) == [measured(0)] and not state.unsaved
+    assert stored_rows(path) == [measurement(0)] and not state.unsaved
 
 
-def test_what_waits_survives_another_setting_and_a_reload(path, happened):
+def test_what_waits_survives_another_setting_and_a_reload(path, emitted):
     """The world is loaded anew; what is in no store yet is part of it."""
     kernel = worlds.current().catalog.by_id["reference.rms_norm"]
     path.write_text("in the way")
-    row = measured(0, kernel=kernel.id, build="")
+    row = measurement(0, kernel=kernel.id, build="")
     measurements.record([row])
     for change in (
         measurements.reload_measurements,
@@ -258,7 +259,7 @@ def test_what_waits_survives_another_setting_and_a_reload(path, happened):
 def test_what_waits_does_not_grow_with_what_is_measured_again(path):
     path.write_text("in the way")
     for i in range(50):
-        measurements.record([measured(i % 3, at=1.7e9 + i, median_us=1.0 + i)])
+        measurements.record([measurement(i % 3, at=1.7e9 + i, median_us=1.0 + i)])
     assert len(state.unsaved) == 3 and {m.median_us for m in state.unsaved.rows.values()} == {
         48.0,
         49.0,
@@ -266,9 +267,9 @@ def test_what_waits_does_not_grow_with_what_is_measured_again(path):
     }
 
 
-def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, happened):
+def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, emitted):
     """One thread takes the store away and gives it back; four record."""
-    measurements.record([measured(9999)])
+    measurements.record([measurement(9999)])
     done = threading.Event()
 
     def spoil() -> None:
@@ -283,7 +284,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
 
     def work(who: int) -> None:
         for i in range(15):
-            measurements.record([measured(100 * who + i)])
+            measurements.record([measurement(100 * who + i)])
 
     spoiler = threading.Thread(target=spoil)
     workers = [threading.Thread(target=work, args=(who,)) for who in range(4)]
@@ -294,7 +295,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
     done.set()
     spoiler.join(60)
     measurements.retry_save()
-    assert {m.sizes for m in kept(path)} == {
+    assert {m.sizes for m in stored_rows(path)} == {
         f"rows={n} hidden=64"
         for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))
     }
@@ -316,16 +317,17 @@ EXIT = """
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_path, healed):
-    said = python(
+    output = python(
         EXIT,
         FILE=str(tmp_path / "perf.sqlite"),
         HEALED="1" * healed,
         LAYERZERO_CACHE_DIR=str(tmp_path),
     )
     if healed:
-        assert said.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
+        assert (output.startswith("store_recovered")
+                and len(stored_rows(tmp_path / "perf.sqlite")) == 1)
     else:
-        assert said == "store_trouble 1 measurements are lost with this process"
+        assert output == "store_trouble 1 measurements are lost with this process"
 
 
 # clocks
@@ -335,19 +337,19 @@ def test_a_clock_that_is_set_back_costs_no_measurement(path, monkeypatch):
     """Measured, the clock goes back a year, measured again: the later one counts, in memory and in
     the store."""
     real = time.time
-    measurements.record([measured(0, at=0.0, median_us=1.0)], {"here": Rates(1.0, 1.0)})
+    measurements.record([measurement(0, at=0.0, median_us=1.0)], {"here": Rates(1.0, 1.0)})
     monkeypatch.setattr(time, "time", lambda: real() - 365 * 86400)
-    measurements.record([measured(0, at=0.0, median_us=2.0)], {"here": Rates(2.0, 2.0)})
-    row = measured(0)
+    measurements.record([measurement(0, at=0.0, median_us=2.0)], {"here": Rates(2.0, 2.0)})
+    row = measurement(0)
     assert worlds.current().perf.get(row.kernel, row.bucket, row.place).median_us == 2.0
-    (stored,) = kept(path)
+    (stored,) = stored_rows(path)
     assert stored.median_us == 2.0 and stored.at <= real() - 364 * 86400
     with SqliteStore(path, read_only=True) as store:
         assert store.rates() == {"here": Rates(2.0, 2.0)}
     monkeypatch.undo()
     with SqliteStore(path) as store:
-        store.put([measured(0, median_us=3.0, at=time.time())])
-    assert kept(path)[0].median_us == 3.0
+        store.put([measurement(0, median_us=3.0, at=time.time())])
+    assert stored_rows(path)[0].median_us == 3.0
 
 
 def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypatch):
@@ -355,15 +357,15 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 10 * 365 * 86400)
     with SqliteStore(path) as store:
-        store.put([measured(0, at=0.0, median_us=1.0)])
+        store.put([measurement(0, at=0.0, median_us=1.0)])
         store.write((), {}, {"here": (Rates(1.0, 1.0), time.time())})
     monkeypatch.setattr(time, "time", real)
     with SqliteStore(path, read_only=True) as store:
         (seen,) = store.view({"torch.k": "v1"})
-    assert seen.at <= real() and kept(path)[0].at > real()
+    assert seen.at <= real() and stored_rows(path)[0].at > real()
     with SqliteStore(path) as store:
         # an hour ago, and kept in memory until now
-        store.put([measured(0, at=real() - 3600, median_us=2.0)])
+        store.put([measurement(0, at=real() - 3600, median_us=2.0)])
         store.write((), {}, {"here": (Rates(2.0, 2.0), time.time())})
         assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {
             "here": Rates(2.0, 2.0)
@@ -371,11 +373,11 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
 
 
 def test_a_batch_keeps_the_better_of_two():
-    batch = Batch().including([measured(0, median_us=1.0), measured(1)], {"a": {}}, {})
+    batch = Batch().including([measurement(0, median_us=1.0), measurement(1)], {"a": {}}, {})
     batch = batch.including(
-        [measured(0, median_us=2.0, at=1.8e9), measured(1, spread=0.9, at=1.9e9)], {"b": {}}, {}
+        [measurement(0, median_us=2.0, at=1.8e9), measurement(1, spread=0.9, at=1.9e9)], {"b": {}}, {}
     )
-    assert [m.median_us for m in batch.rows.values()] == [2.0, measured(1).median_us] and len(
+    assert [m.median_us for m in batch.rows.values()] == [2.0, measurement(1).median_us] and len(
         batch
     ) == 2
     assert sorted(batch.environments) == ["a", "b"]

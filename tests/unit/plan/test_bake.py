@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from helpers import Fake, of, qkv, register
+from helpers import Fake, events_of, qkv, register
 from torch import Tensor, nn
 
 import layerzero as lz
@@ -77,14 +77,14 @@ def test_a_bound_kernel_computes_what_the_op_does(name, world):
     assert lz.stats().calls.get(op, {}) == before, "a bound call went through the dispatcher"
 
 
-def test_a_bound_kernel_runs_nothing_but_the_kernel(world, happened):
+def test_a_bound_kernel_runs_nothing_but_the_kernel(world, emitted):
     fake = Fake("fake.one")
     register(fake)
     x = torch.randn(3, 16)
     bound = lz.tables.bind("rms_norm", x, eps=1e-4)
-    happened.clear()
+    emitted.clear()
     bound(x)
-    assert fake.calls == 1 and fake.got["eps"] == 1e-4 and happened == []
+    assert fake.calls == 1 and fake.got["eps"] == 1e-4 and emitted == []
 
 
 def test_a_kernel_is_bound_by_name_or_refused(world):
@@ -94,7 +94,7 @@ def test_a_kernel_is_bound_by_name_or_refused(world):
         lz.tables.bind("attention", *qkv(8), softcap=1.0, backend="torch.sdpa_flash")
 
 
-def test_what_lies_outside_is_told_and_served_by_the_op(world, happened):
+def test_what_lies_outside_is_told_and_served_by_the_op(world, emitted):
     short = Fake("fake.short", requires=(at_most("rows", 8),))
     register(short)
     small, large = torch.randn(8, 16), torch.randn(9, 16)
@@ -102,9 +102,9 @@ def test_what_lies_outside_is_told_and_served_by_the_op(world, happened):
     assert bound.kernel == "fake.short"
     assert bound.covers(small) and not bound.covers(large) and not bound.covers(small.double())
     close(bound.checked(small), lz.op("rms_norm").reference(small))
-    assert short.calls == 1 and not of(PlanMissed, happened)
+    assert short.calls == 1 and not events_of(PlanMissed, emitted)
     close(bound.checked(large), lz.op("rms_norm").reference(large))
-    (missed,) = of(PlanMissed, happened)
+    (missed,) = events_of(PlanMissed, emitted)
     assert (short.calls == 1 and missed.reason.code is Code.PLAN_BUCKET_MISS
             and "rows=9" in missed.reason.message)
     with pytest.raises(ConfigError, match="was bound with x; got 2"):
@@ -120,14 +120,14 @@ def test_a_library_that_does_not_load_leaves_the_world_and_the_next_is_bound(wor
     assert bound.kernel != "fake.broken" and "fake.broken" in worlds.current().unloadable
 
 
-@pytest.mark.parametrize(("call", "told"), [
+@pytest.mark.parametrize(("call", "message"), [
     (lambda: lz.tables.bind("attention", *(t[0] for t in qkv(8))), "rewritten before it is served"),
     (lambda: lz.tables.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"),
      "op's own form: query"),
     (lambda: lz.tables.bind("rms_nrm", torch.ones(2, 2)), "did you mean"),
 ])
-def test_what_cannot_be_bound_is_refused(call, told, world):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_bound_is_refused(call, message, world):
+    with pytest.raises(ConfigError, match=message):
         call()
 
 
@@ -146,23 +146,23 @@ def test_gradients_flow_through_a_bound_kernel(world):
 
 # dry_run
 
-def test_a_dry_run_lists_every_call_and_runs_no_kernel(world, happened):
+def test_a_dry_run_lists_every_call_and_runs_no_kernel(world, emitted):
     fake = Fake("fake.norm", traceable=False)
     register(fake)
     model, x = Block(), torch.randn(2, 7, 32)
     with torch.no_grad():
-        found = lz.dry_run(model, x)
-    assert [(r.call.op, r.call.count, r.kernel) for r in found.rows] == [
-        ("rms_norm", 2, "fake.norm"), ("attention", 2, found.rows[1].kernel)]
-    assert fake.calls == fake.loads == 0 and not of(Selected, happened)
+        listing = lz.dry_run(model, x)
+    assert [(r.call.op, r.call.count, r.kernel) for r in listing.rows] == [
+        ("rms_norm", 2, "fake.norm"), ("attention", 2, listing.rows[1].kernel)]
+    assert fake.calls == fake.loads == 0 and not events_of(Selected, emitted)
     with torch.no_grad():
         model(x)
-    assert {e.op: e.kernel for e in of(Selected, happened)} == {r.call.op: r.kernel
-                                                                for r in found.rows}
-    assert ("2 x lz.rms_norm" in str(found)
-            and json.loads(json.dumps(found.to_json()))["calls"][0]["count"] == 2)
-    assert (found.calls[1].arguments["is_causal"] is True
-            and found.calls[1].arguments["query"].shape == (2, 2, 7, 16))
+    assert {e.op: e.kernel for e in events_of(Selected, emitted)} == {r.call.op: r.kernel
+                                                                      for r in listing.rows}
+    assert ("2 x lz.rms_norm" in str(listing)
+            and json.loads(json.dumps(listing.to_json()))["calls"][0]["count"] == 2)
+    assert (listing.calls[1].arguments["is_causal"] is True
+            and listing.calls[1].arguments["query"].shape == (2, 2, 7, 16))
 
 
 def test_gradients_and_named_kernels_are_seen(world):
@@ -225,7 +225,7 @@ def dynamo():
     torch._dynamo.reset()
 
 
-def test_a_compiled_model_calls_its_kernels_directly(world, happened, dynamo):
+def test_a_compiled_model_calls_its_kernels_directly(world, emitted, dynamo):
     """Also kernels that torch cannot look into, which inlining would have to pass over."""
     fake = Fake("fake.norm", traceable=False)
     register(fake)
@@ -237,22 +237,22 @@ def test_a_compiled_model_calls_its_kernels_directly(world, happened, dynamo):
             "attention", lz.which("attention", *[torch.randn(2, 2, 7, 16)] * 3,
                                   is_causal=True))] * 2
         before, calls = lz.stats().calls, fake.calls
-        happened.clear()
+        emitted.clear()
         close(baked(x), want)
-    assert (fake.calls == calls + 2 and lz.stats().calls == before and happened == []
+    assert (fake.calls == calls + 2 and lz.stats().calls == before and emitted == []
             and not baked.missed)
 
 
-def test_other_sizes_are_chosen_anew_and_recorded(world, happened, dynamo):
+def test_other_sizes_are_chosen_anew_and_recorded(world, emitted, dynamo):
     short = Fake("fake.short", requires=(at_most("rows", 20),), traceable=False)
     register(short)
     model, x, y = Block(1), torch.randn(2, 7, 32), torch.randn(2, 40, 32)
     with torch.no_grad():
         baked = lz.compile(model, x, dynamic=False)
-        assert not of(PlanMissed, happened)
+        assert not events_of(PlanMissed, emitted)
         calls = short.calls
         close(baked(y), model(y))
-    missed = of(PlanMissed, happened)
+    missed = events_of(PlanMissed, emitted)
     assert short.calls == calls and {m.op for m in missed} == {"rms_norm", "attention"}
     assert all(m.reason.code is Code.PLAN_BUCKET_MISS for m in missed)
     assert baked.missed[0].kernel != "fake.short" and "2x40x32" in baked.missed[0].calls
@@ -307,11 +307,11 @@ def test_what_is_not_baked_says_why_and_is_still_right(world, dynamo):
     assert baked(q).dtype is torch.bfloat16 is mixed(q).dtype
 
 
-def test_the_first_call_bakes_where_no_example_was_given(world, happened, dynamo):
+def test_the_first_call_bakes_where_no_example_was_given(world, emitted, dynamo):
     baked = lz.compile(Block(1))
     assert baked.sites == []
     with torch.no_grad():
         baked(torch.randn(2, 7, 32))
-    assert len(baked.sites) == 2 and not baked.missed and not of(PlanMissed, happened)
+    assert len(baked.sites) == 2 and not baked.missed and not events_of(PlanMissed, emitted)
     assert {s.op for s in baked.sites} <= set(dispatchers)
     assert json.loads(json.dumps([s.to_json() for s in baked.sites]))[0]["op"] == "rms_norm"

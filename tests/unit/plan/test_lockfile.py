@@ -12,13 +12,12 @@ from importlib import metadata
 
 import pytest
 import torch
-from helpers import Fake, register
+from helpers import Fake, register, run_lz
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_table import norm, preferring
+from test_table import norm, prefer
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.files.calls import write_calls
 from layerzero.machine.builds import build_of
 from layerzero.plan.lockfile import (
@@ -62,12 +61,12 @@ def pin_of(kernel: str) -> Pin:
 
 def test_a_lockfile_pins_the_first_kernel_of_each_row(table, tmp_path):
     path = tmp_path / "layerzero.lock"
-    found = lz.tables.write_lockfile(table, path)
-    assert [r.choices for r in found.rows] == [(r.choices[0],) for r in table.rows]
-    assert {p.kernel for p in found.pins} == {r.kernel for r in table.rows}
-    assert load_lockfile(path) == found and json.loads(path.read_text())["schema"] == SCHEMA
+    lock = lz.tables.write_lockfile(table, path)
+    assert [r.choices for r in lock.rows] == [(r.choices[0],) for r in table.rows]
+    assert {p.kernel for p in lock.pins} == {r.kernel for r in table.rows}
+    assert load_lockfile(path) == lock and json.loads(path.read_text())["schema"] == SCHEMA
     table.save(tmp_path / "table.json")
-    assert lz.tables.write_lockfile(tmp_path / "table.json", path) == found
+    assert lz.tables.write_lockfile(tmp_path / "table.json", path) == lock
     assert lz.tables.check_lockfile(path) == ()
 
 
@@ -87,7 +86,7 @@ def test_a_pin_says_package_version_and_build(lock):
     assert Lockfile.from_json(certified.to_json()) == certified
 
 
-@pytest.mark.parametrize(("spoil", "told"), [
+@pytest.mark.parametrize(("spoil", "message"), [
     (lambda d: d.update(schema="layerzero.lock/7"),
      "wanted schema layerzero.lock/1, got 'layerzero.lock/7'"),
     (lambda d: d.pop("made_on"), "missing: made_on"),
@@ -97,10 +96,10 @@ def test_a_pin_says_package_version_and_build(lock):
     (lambda d: d["rows"][0].pop("sizes"), r"rows\[0\]: missing: sizes"),
     (lambda d: d.update(made_on="elsewhere"), "hash: wanted"),
 ])
-def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
+def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, message):
     data = copy.deepcopy(lock.to_json())
     spoil(data)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         Lockfile.from_json(data)
 
 
@@ -109,12 +108,12 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
 def test_another_version_or_build_is_a_violation(lock):
     changed = replace(lock, pins=tuple(replace(p, version="0.0", build="source#0")
                                        for p in lock.pins))
-    found = lz.tables.check_lockfile(changed)
-    assert ({v.kernel for v in found} == {p.kernel for p in lock.pins}
-            and len(found) == 2 * len(lock.pins))
-    assert all(v.reason.code is Code.PLAN_DRIFT for v in found)
-    assert (any("version 0.0" in str(v) for v in found)
-            and any("build source#0" in str(v) for v in found))
+    violations = lz.tables.check_lockfile(changed)
+    assert ({v.kernel for v in violations} == {p.kernel for p in lock.pins}
+            and len(violations) == 2 * len(lock.pins))
+    assert all(v.reason.code is Code.PLAN_DRIFT for v in violations)
+    assert (any("version 0.0" in str(v) for v in violations)
+            and any("build source#0" in str(v) for v in violations))
 
 
 def test_a_kernel_that_is_not_here_or_not_installed_is_a_violation(world):
@@ -136,8 +135,9 @@ def test_a_kernel_that_may_not_serve_the_range_is_a_violation(world):
     assert lz.tables.check_lockfile(lock) == ()
     lz.unregister("fake.wide")
     register(Fake("fake.wide", requires=(at_most("rows", 50),)))
-    found = [v for v in lz.tables.check_lockfile(lock) if v.row]
-    assert len(found) == 1 and "rows <= 50" in str(found[0]) and "rows=1-128" in found[0].row
+    violations = [v for v in lz.tables.check_lockfile(lock) if v.row]
+    assert (len(violations) == 1 and "rows <= 50" in str(violations[0])
+            and "rows=1-128" in violations[0].row)
 
 
 def test_what_the_policy_forbids_is_a_violation(lock):
@@ -179,7 +179,7 @@ def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch)
 
 
 def test_a_lockfile_that_holds_can_be_put_in_force(table):
-    lock = Lockfile.of(preferring(table, "reference.rms_norm"), worlds.current())
+    lock = Lockfile.of(prefer(table, "reference.rms_norm"), worlds.current())
     lz.tables.use_lockfile(lock)
     x, w = torch.randn(30, 64), torch.randn(64)
     assert lz.which("rms_norm", x, w) == "reference.rms_norm"
@@ -197,8 +197,8 @@ def test_the_same_differs_and_only_in_one():
                            row("k.x", op="linear")))
     b = Lockfile("b", (), (row("k.one", rows=Span(1, 32)), row("k.three", rows=Span(33, 100)),
                            row("k.y", op="moe")))
-    found = {(d.verdict, d.calls, d.a, d.b) for d in compare(a, b)}
-    assert found == {
+    comparison = {(d.verdict, d.calls, d.a, d.b) for d in compare(a, b)}
+    assert comparison == {
         ("same", "rms_norm float32 rows=1-32", "k.one", "k.one"),
         ("different", "rms_norm float32 rows=33-64", "k.one", "k.three"),
         ("different", "rms_norm float32 rows=65-100", "k.two", "k.three"),
@@ -241,13 +241,7 @@ def run(capsys, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_calls(tmp_path / "calls.jsonl", [norm(1), norm(100)])
 
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def test_solve_lock_check_and_diff(run, tmp_path):
@@ -266,7 +260,7 @@ def test_solve_lock_check_and_diff(run, tmp_path):
     code, out, _ = run("lock", "--check", "--json")
     assert (code == 1 and not json.loads(out)["ok"]
             and "version 0.0" in json.loads(out)["violations"][0]["text"])
-    preferring(table, "reference.rms_norm").save("other.json")
+    prefer(table, "reference.rms_norm").save("other.json")
     code, out, _ = run("diff", "dispatch_table.json", "other.json", "--json")
     (only,) = json.loads(out)["differences"]
     assert code == 1 and (only["verdict"], only["b"]) == ("different", "reference.rms_norm")
@@ -290,7 +284,7 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     assert len(Table.load("dispatch_table.json").rows) > 5
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("solve",), "lz solve takes one of OP, --calls, --model, --program, got none"),
     (("solve", "rms_norm", "--calls", "a"), "got OP and --calls"),
     (("solve", "--calls", "absent.jsonl"), "there is no such file"),
@@ -301,7 +295,7 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     (("lock", "--check", "--file", "absent.lock"), "there is no such file"),
     (("diff", "absent.json", "absent.json"), "is no file, and no node, device or place"),
 ])
-def test_a_wrong_question_is_one_message(run, words, told):
+def test_a_wrong_question_is_one_message(run, words, message):
     import re
     code, _, err = run(*words)
-    assert code == 2 and re.search(told, err) and "Traceback" not in err
+    assert code == 2 and re.search(message, err) and "Traceback" not in err

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Fake, register
+from helpers import Fake, register, run_lz
 
 import layerzero as lz
 from layerzero.backends.native import build
-from layerzero.cli import main
 from layerzero.dispatch.background import compiling
 from layerzero.machine.builds import build_of
 from layerzero.operate import readiness
@@ -80,11 +79,11 @@ def test_the_report_is_json():
 
 
 def test_the_worst_finding_is_the_verdict_and_all_are_told():
-    found = readiness.ReadinessCheck.of("x", "y",
-                                        [readiness.ReadinessFinding("warning", "a", "do a"),
+    outcome = readiness.ReadinessCheck.of("x", "y",
+                                          [readiness.ReadinessFinding("warning", "a", "do a"),
                                           readiness.ReadinessFinding("fail", "b", "do b")], "fine")
-    assert (found.state, found.got, found.hint) == ("fail", "b (and 1 more)", "do b; do a")
-    assert found.details == ("fail: b", "warning: a")
+    assert (outcome.state, outcome.got, outcome.hint) == ("fail", "b (and 1 more)", "do b; do a")
+    assert outcome.details == ("fail: b", "warning: a")
     assert readiness.ReadinessCheck.of("x", "y", [],
                                        "fine") == readiness.ReadinessCheck("x", "ok", "y", "fine")
 
@@ -107,14 +106,16 @@ def test_calls_may_come_from_a_file(tmp_path):
     (Call("rms_norm", {"x": TensorSpec((4, 64), "float99")}), "no dtype 'float99'"),
     (Call("rms_norm", {"y": TensorSpec((4, 64), "float32")}), "no parameter y")])
 def test_a_call_that_cannot_be_made_is_not_ready(call, part):
-    found = check("kernels", [CALL, call])
-    assert found.state == "fail" and part in found.got and found.hint == "correct the workload"
+    outcome = check("kernels", [CALL, call])
+    assert (outcome.state == "fail" and part in outcome.got
+            and outcome.hint == "correct the workload")
 
 
 def test_a_call_that_policy_leaves_no_kernel_is_not_ready():
     lz.configure(rules=(lz.PolicyRule.of("deny", "*", "rms_norm"),))
-    found = check("kernels")
-    assert found.state == "fail" and "DENIED_BY_POLICY" in found.got and "lz explain" in found.hint
+    outcome = check("kernels")
+    assert (outcome.state == "fail" and "DENIED_BY_POLICY" in outcome.got
+            and "lz explain" in outcome.hint)
     assert check("kernels",
                  [Call("layer_norm", {"x": TensorSpec((4, 64), "float32")})]).state == "ok"
 
@@ -123,16 +124,16 @@ def test_a_locked_kernel_must_be_here():
     register(Fake("fake.gone", package="no_such_library"))
     lz.lock("rms_norm", "fake.gone")
     for calls in ((), (CALL,)):
-        found = check("kernels", calls)
-        assert (found.state == "fail"
-                and any("locked to fake.gone" in line for line in (*found.details, found.got)))
-        assert any("NOT_INSTALLED" in line for line in (*found.details, found.got))
+        outcome = check("kernels", calls)
+        assert (outcome.state == "fail"
+                and any("locked to fake.gone" in line for line in (*outcome.details, outcome.got)))
+        assert any("NOT_INSTALLED" in line for line in (*outcome.details, outcome.got))
 
 
 def test_a_call_that_only_the_reference_serves_is_a_warning():
     lz.configure(rules=(lz.PolicyRule.of("allow", "reference.*", "rms_norm"),))
-    found = check("kernels")
-    assert found.state == "warning" and "only the reference" in found.got
+    outcome = check("kernels")
+    assert outcome.state == "warning" and "only the reference" in outcome.got
 
 
 # warm-up
@@ -151,17 +152,17 @@ def cold(tmp_path, monkeypatch):
                                              ("never", "warning")])
 def test_what_would_be_compiled_is_told(cold, mode, state):
     lz.configure(jit=mode)
-    found = check("warm-up")
-    assert (found.state == state and "fake.jit is not compiled" in found.got
-            and found.hint == "run lz warmup")
-    assert ("a request would wait" in found.got) == (mode == "in_request")
+    outcome = check("warm-up")
+    assert (outcome.state == state and "fake.jit is not compiled" in outcome.got
+            and outcome.hint == "run lz warmup")
+    assert ("a request would wait" in outcome.got) == (mode == "in_request")
 
 
 def test_what_is_warmed_up_here_is_ready(cold):
     lz.configure(jit="in_request")
     assert lz.warmup([CALL], device="cpu").ok
-    found = check("warm-up")
-    assert found.state == "ok" and "1 calls" in found.got
+    outcome = check("warm-up")
+    assert outcome.state == "ok" and "1 calls" in outcome.got
 
 
 def test_what_this_machine_compiled_before_is_no_failure(cold, tmp_path):
@@ -172,8 +173,8 @@ def test_what_this_machine_compiled_before_is_no_failure(cold, tmp_path):
     assert check("warm-up").state == "fail"                         # the caches are empty
     (tmp_path / "triton").mkdir(exist_ok=True)
     (tmp_path / "triton" / "compiled").write_text("x")
-    found = check("warm-up")
-    assert found.state == "warning" and "this machine's caches have it" in found.got
+    outcome = check("warm-up")
+    assert outcome.state == "warning" and "this machine's caches have it" in outcome.got
 
 
 def test_a_lock_on_a_kernel_that_compiles_waits_in_the_request(cold):
@@ -185,8 +186,9 @@ def test_a_lock_on_a_kernel_that_compiles_waits_in_the_request(cold):
 
 def test_a_call_that_was_not_measured_is_a_warning(perfdb):
     lz.configure(rules=(lz.PolicyRule.of("allow", "torch.*", "rms_norm"),))
-    found = check("measurements")
-    assert found.state == "warning" and "not measured" in found.got and "lz tune" in found.hint
+    outcome = check("measurements")
+    assert (outcome.state == "warning" and "not measured" in outcome.got
+            and "lz tune" in outcome.hint)
 
 
 def test_measurements_of_another_build_are_stale(perfdb):
@@ -194,8 +196,8 @@ def test_measurements_of_another_build_are_stale(perfdb):
     assert "other builds" not in str(check("measurements", ()))
     measured(perfdb, build="older")
     measured(perfdb, build="older", place="another-machine")
-    found = check("measurements", ())
-    assert found.state == "warning" and found.got.startswith("1 measurements of this device")
+    outcome = check("measurements", ())
+    assert outcome.state == "warning" and outcome.got.startswith("1 measurements of this device")
 
 
 def test_measurements_that_are_too_old_are_stale(perfdb):
@@ -208,8 +210,8 @@ def test_a_database_is_read_and_left_as_it_is(perfdb):
     assert "nothing was measured yet" in check("database").got and not perfdb.exists()
     measured(perfdb)
     before = tree(perfdb.parent)
-    found = check("database")
-    assert found.state == "ok" and "1 measurements" in found.got
+    outcome = check("database")
+    assert outcome.state == "ok" and "1 measurements" in outcome.got
     assert tree(perfdb.parent) == before
 
 
@@ -256,8 +258,8 @@ def test_a_damaged_database_fails_and_is_not_touched(perfdb, how, error):
     before = tree(perfdb.parent)
     with pytest.raises(error):
         snapshot.summary(perfdb)
-    found = check("database", ())
-    assert found.state == "fail" and found.hint and tree(perfdb.parent) == before
+    outcome = check("database", ())
+    assert outcome.state == "fail" and outcome.hint and tree(perfdb.parent) == before
 
 
 def test_rows_that_are_damaged_are_counted(perfdb):
@@ -265,8 +267,8 @@ def test_rows_that_are_damaged_are_counted(perfdb):
     with sqlite3.connect(perfdb) as other:
         other.execute("UPDATE measurements SET median_us = 1")
     other.close()
-    found = check("database")
-    assert found.state == "warning" and "1 rows are damaged" in found.got
+    outcome = check("database")
+    assert outcome.state == "warning" and "1 rows are damaged" in outcome.got
 
 
 def test_no_database_is_fine():
@@ -286,8 +288,8 @@ def table(tmp_path):
 def test_a_table_that_holds_is_ready_and_says_which_calls_it_lacks(table):
     assert check("table", table=table).state == "ok"
     other = Call("layer_norm", {"x": TensorSpec((4, 64), "float32")})
-    found = check("table", [CALL, other], table=table)
-    assert found.state == "warning" and "layer_norm" in found.got and "lz solve" in found.hint
+    outcome = check("table", [CALL, other], table=table)
+    assert outcome.state == "warning" and "layer_norm" in outcome.got and "lz solve" in outcome.hint
     lz.tables.use_table(table)
     assert check("table").got.endswith("in force")
 
@@ -317,8 +319,8 @@ def test_a_lockfile_must_be_held(table, tmp_path):
     assert check("lockfile", lock=path).state == "ok"
     lz.configure(rules=(lz.PolicyRule.of("deny", lz.which("rms_norm", torch.randn(4, 64)),
                                          "rms_norm"),))
-    found = check("lockfile", lock=path)
-    assert found.state == "fail" and "denied" in found.got
+    outcome = check("lockfile", lock=path)
+    assert outcome.state == "fail" and "denied" in outcome.got
     path.write_text("{}")
     assert check("lockfile", lock=path).state == "fail"
     assert check("lockfile", lock=tmp_path / "none").state == "fail"
@@ -328,11 +330,11 @@ def test_a_capabilities_file_must_fit(tmp_path):
     data = capabilities.export(worlds.current().catalog)
     path = tmp_path / "capabilities.json"
     path.write_text(json.dumps(data))
-    found = check("capabilities", capabilities=path)
-    assert found.state == "ok" and found.got.endswith("it is in force")
+    outcome = check("capabilities", capabilities=path)
+    assert outcome.state == "ok" and outcome.got.endswith("it is in force")
     path.write_text(json.dumps({**data, "schema": "layerzero.capabilities/9"}))
-    found = check("capabilities", capabilities=path)
-    assert found.state == "fail" and "schema must be" in found.got
+    outcome = check("capabilities", capabilities=path)
+    assert outcome.state == "fail" and "schema must be" in outcome.got
 
 
 # policy
@@ -343,9 +345,9 @@ def test_a_policy_file_that_broke_meanwhile_fails(tmp_path):
     lz.load_config(path)
     assert check("policy").state == "ok"
     path.write_text("version: 1\nsettings:\n  no_such: 1\n")
-    found = check("policy")
-    assert found.state == "fail" and "unknown setting 'no_such'" in found.got
-    assert found.hint == "correct the policy file"
+    outcome = check("policy")
+    assert outcome.state == "fail" and "unknown setting 'no_such'" in outcome.got
+    assert outcome.hint == "correct the policy file"
 
 
 @pytest.mark.parametrize(("change", "part"), [
@@ -354,8 +356,8 @@ def test_a_policy_file_that_broke_meanwhile_fails(tmp_path):
     ({"jit": "in_request"}, "jit is in_request")])
 def test_settings_that_one_does_not_want_in_production_are_warnings(change, part):
     lz.configure(**change)
-    found = check("policy", ())
-    assert found.state == "warning" and part in found.got and found.hint
+    outcome = check("policy", ())
+    assert outcome.state == "warning" and part in outcome.got and outcome.hint
 
 
 def test_a_rule_that_names_no_kernel_is_told():
@@ -374,30 +376,30 @@ def test_a_headroom_beyond_what_is_free_is_told():
 
 def test_a_workspace_beyond_the_headroom_fails():
     lz.configure(memory_headroom=1000)
-    found = readiness.check_memory(worlds.current(), "cpu", 2000)
-    assert (found.state == "fail"
-            and "2,000 bytes of workspace are needed, the headroom is 1,000" in found.got)
+    outcome = readiness.check_memory(worlds.current(), "cpu", 2000)
+    assert (outcome.state == "fail"
+            and "2,000 bytes of workspace are needed, the headroom is 1,000" in outcome.got)
 
 
 def test_a_version_outside_what_was_tested_is_told(monkeypatch):
     monkeypatch.setitem(readiness.TESTED, "torch", ">=99")
-    found = check("versions")
-    assert found.state == "warning" and "outside >=99" in found.got
+    outcome = check("versions")
+    assert outcome.state == "warning" and "outside >=99" in outcome.got
 
 
 def test_a_library_of_another_version_is_told():
     register(Fake("fake.old", package="packaging", version=">=9999"))
-    found = check("versions")
-    assert found.state == "warning"
-    assert any("fake: needs packaging >=9999" in line for line in (found.got, *found.details))
+    outcome = check("versions")
+    assert outcome.state == "warning"
+    assert any("fake: needs packaging >=9999" in line for line in (outcome.got, *outcome.details))
 
 
 def test_what_the_package_itself_needs_must_be_here(monkeypatch):
     monkeypatch.setattr(readiness.importlib.metadata, "requires", lambda name: [
         "torch>=99", "no-such-library", "typer; extra == 'cli'", "packaging"])
-    found = check("versions")
-    failed = [line for line in found.details if line.startswith("fail")]
-    assert found.state == "fail" and len(failed) == 2 and "torch >=99" in found.got
+    outcome = check("versions")
+    failed = [line for line in outcome.details if line.startswith("fail")]
+    assert outcome.state == "fail" and len(failed) == 2 and "torch >=99" in outcome.got
 
 
 @pytest.mark.parametrize(("state", "verdict"),
@@ -406,11 +408,11 @@ def test_a_kernel_out_of_service_is_told(state, verdict):
     health = Health(state, 3, until=time.monotonic() + 60,
                     reason=Reason(Code.KERNEL_FAILED, None, "boom"))
     worlds.publish(lambda w: w.replace(health={"some_library": health}), "test")
-    found = check("health")
-    told = [line for line in (*found.details, found.got) if "some_library" in line]
-    assert bool(told) == (verdict != "ok")
+    outcome = check("health")
+    messages = [line for line in (*outcome.details, outcome.got) if "some_library" in line]
+    assert bool(messages) == (verdict != "ok")
     if verdict == "fail":
-        assert found.state == "fail" and "restart" in found.hint
+        assert outcome.state == "fail" and "restart" in outcome.hint
 
 
 # ranks
@@ -418,9 +420,9 @@ def test_a_kernel_out_of_service_is_told(state, verdict):
 class Answers:
     """The store of a process group, as one process sees it."""
 
-    def __init__(self, **told):
+    def __init__(self, **message):
         self.told = {f"layerzero/readiness/{name[1:]}": value.encode()
-                     for name, value in told.items()}
+                     for name, value in message.items()}
 
     def set(self, key, value):
         self.told[key] = value.encode()
@@ -436,11 +438,12 @@ def test_ranks_must_be_alike():
     world = worlds.current()
     mine = " ".join(f"{k}={v}" for k, v in readiness.identity(world).items())
     assert readiness.check_ranks(world, Answers(r1=mine), 0, 2).state == "ok"
-    found = readiness.check_ranks(world, Answers(r1=mine.replace(world.policy.hash, "other")), 0, 2)
-    assert (found.state == "fail" and f"rank 1: policy=other instead of policy={world.policy.hash}"
-            == found.got)
-    found = readiness.check_ranks(world, Answers(), 0, 3)
-    assert found.state == "warning" and "2 of 3 ranks" in found.got
+    outcome = readiness.check_ranks(world, Answers(r1=mine.replace(world.policy.hash, "other")), 0,
+                                    2)
+    assert (outcome.state == "fail" and f"rank 1: policy=other instead of policy={world.policy.hash}"
+            == outcome.got)
+    outcome = readiness.check_ranks(world, Answers(), 0, 3)
+    assert outcome.state == "warning" and "2 of 3 ranks" in outcome.got
 
 
 def test_one_process_has_no_ranks():
@@ -484,13 +487,7 @@ def test_two_real_ranks_find_each_other_without_a_collective(tmp_path, how, stat
 @pytest.fixture
 def run(capsys, monkeypatch):
 
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(("ready", *words, "--device", "cpu"))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, "ready", *words, "--device", "cpu")
 
 
 def test_the_exit_code_says_whether_it_is_ready(run, tmp_path):
@@ -537,8 +534,8 @@ def test_a_fresh_process_touches_neither_a_sound_nor_a_damaged_database(tmp_path
     measured(path)
     before = tree(tmp_path)
     code, data, _ = command(tmp_path)
-    found = {c["name"]: c for c in data["checks"]}
-    assert code == 0 and "1 measurements" in found["database"]["got"]
+    checks = {c["name"]: c for c in data["checks"]}
+    assert code == 0 and "1 measurements" in checks["database"]["got"]
     assert tree(tmp_path) == before
     damage(path, "text")
     before = tree(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, happened, register, world
+from helpers import Fake, emitted, register, world
 
 import layerzero as lz
 from layerzero.cli import main
@@ -36,7 +36,7 @@ from layerzero.verify.model.families import FAMILIES, model_cells
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry.catalog import Catalog
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 ROOT = Path(__file__).parents[3]
 FULL = os.environ.get("LZ_TEST_FULL") == "1"
 
@@ -55,8 +55,8 @@ def findings(op: Op = rms_norm, **declared: Any) -> list[str]:
 def test_the_declarations_of_the_library_pass() -> None:
     """All operations and a ninth of the kernels: tests/contract asks each for its rules, and so
     does the nightly gate."""
-    found = worlds.current().catalog
-    every = list(static_checks(found if FULL else Catalog(found.ops, found.kernels[::9])))
+    catalog = worlds.current().catalog
+    every = list(static_checks(catalog if FULL else Catalog(catalog.ops, catalog.kernels[::9])))
     assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules",
                                        "claims"]
     assert [str(f) for c in every for f in c.findings] == []
@@ -137,8 +137,8 @@ def test_the_pages_are_checked_where_they_are(tmp_path: Path) -> None:
     script.write_text(
         "import sys\nprint('docs/reference/ops.md is out of date')\nsys.exit('--check' in "
         "sys.argv)\n")
-    found = docs_check(tmp_path)
-    assert not found.passed and "ops.md is out of date" in str(found.findings[0])
+    findings = docs_check(tmp_path)
+    assert not findings.passed and "ops.md is out of date" in str(findings.findings[0])
 
 
 # Models.
@@ -190,7 +190,7 @@ def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
 
 # The command.
 
-def asked(root: Path, **more: Any) -> GateOptions:
+def gate_options(root: Path, **more: Any) -> GateOptions:
     return GateOptions(targets.target_of(hardware.probe("cpu")), "cpu", "quick", root, **more)
 
 
@@ -203,7 +203,7 @@ def test_reports_are_written_beside_the_summary(tmp_path: Path, capsys: pytest.C
                         lambda kernel: iter(["claims <the> moon"] if kernel.id == "torch.mlp"
                                             else []))
     folder = tmp_path / "new" / "folder"
-    assert run(asked(tmp_path, families=["image"]), ("static", "models"), out=folder) == 1
+    assert run(gate_options(tmp_path, families=["image"]), ("static", "models"), out=folder) == 1
     out = capsys.readouterr().out
     assert ("torch.mlp: claims <the> moon" in out and "FAILED: " in out
             and "not asked: correctness, schema" in out)
@@ -225,10 +225,10 @@ def test_as_json_it_prints_one_object(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as stop:
         main(["gate", "--models", "--family", "image", "--device", "cpu", "--json"])
     assert not stop.value.code
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"] and told["static"] == [] and {c["dtype"] for c in told["models"]} == {
+    data = json.loads(capsys.readouterr().out)
+    assert data["passed"] and data["static"] == [] and {c["dtype"] for c in data["models"]} == {
         "float32", "bfloat16", "float16"}
-    assert told["target"].startswith("cpu-") and told["schema"] == "layerzero.gate/1"
+    assert data["target"].startswith("cpu-") and data["schema"] == "layerzero.gate/1"
 
 
 def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,17 +236,17 @@ def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no disk")
 
     monkeypatch.setattr(schemas, "check", broken)
-    found = run_gate(asked(tmp_path), ("schema",))
-    assert (not found["passed"]
-            and "RuntimeError: no disk" in found["stages"][0]["checks"][0]["findings"][0][
+    report = run_gate(gate_options(tmp_path), ("schema",))
+    assert (not report["passed"]
+            and "RuntimeError: no disk" in report["stages"][0]["checks"][0]["findings"][0][
                 "problem"])
 
 
 @pytest.mark.usefixtures("world")
 def test_a_wrong_kernel_fails_the_contract() -> None:
     register(Halved("fake.half", prior=1e6))
-    found = run_gate(asked(ROOT), ("correctness",))
-    (check,) = found["stages"][0]["checks"]
+    report = run_gate(gate_options(ROOT), ("correctness",))
+    (check,) = report["stages"][0]["checks"]
     assert [f["subject"] for f in check["findings"]] == ["fake.half"] and check["asked"] > 40
 
 
@@ -289,9 +289,9 @@ def test_waivers_are_read(tmp_path: Path) -> None:
     (HEAD + ROW + "#" * (1 << 20), "at most 64 KiB"),
 ])
 def test_a_wrong_file_of_waivers_waives_nothing(tmp_path: Path, text: str, word: str) -> None:
-    with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as told:
+    with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as raised:
         waivers_in(tmp_path, text)
-    assert word in str(told.value)
+    assert word in str(raised.value)
 
 
 def test_waivers_are_read_from_a_file_only(tmp_path: Path) -> None:
@@ -314,31 +314,32 @@ def always(ratio: float, **others: float) -> performance.Timer:
 
 
 def baseline_in(tmp_path: Path, **changed: Any) -> Path:
-    path = tmp_path / "benchmarks" / "baselines" / f"{asked(tmp_path).target}.json"
-    found = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__),
-                     "2026-01-01",
-                     dict.fromkeys(CALLS, TIMED))
-    replace(found, **changed).save(path)
+    path = tmp_path / "benchmarks" / "baselines" / f"{gate_options(tmp_path).target}.json"
+    baseline = Baseline(gate_options(tmp_path).target, hardware.probe("cpu").name,
+                        str(torch.__version__),
+                        "2026-01-01",
+                        dict.fromkeys(CALLS, TIMED))
+    replace(baseline, **changed).save(path)
     return path
 
 
 def slower(path: Path, first: performance.Timer, again: performance.Timer) -> list[str]:
-    every = performance.compare(path, asked(path).target, "cpu", 0.1, first, again)
+    every = performance.compare(path, gate_options(path).target, "cpu", 0.1, first, again)
     return [f"{f.check}/{f.subject}: {f.problem}" for check in every for f in check.findings]
 
 
 def test_a_regression_is_beyond_the_threshold_with_its_whole_interval_and_again(
         tmp_path: Path) -> None:
-    path, target = baseline_in(tmp_path), asked(tmp_path).target
+    path, target = baseline_in(tmp_path), gate_options(tmp_path).target
     assert Baseline.load(path).least("mlp decode") == pytest.approx(1.9 * 0.85)
     assert slower(path, always(2.0), always(0.0)) == []
     # 1.68 is inside: noise does not decide
     assert slower(path, always(1.6), always(0.0)) == []
     # another process says otherwise
     assert slower(path, always(1.0), always(2.0)) == []
-    (found,) = slower(path, always(2.0, mlp_decode=1.0), always(1.0))
-    assert (found.startswith(f"{target}/mlp decode: 1.00 times torch's speed")
-            and "at least 1.61 is wanted" in found)
+    (finding,) = slower(path, always(2.0, mlp_decode=1.0), always(1.0))
+    assert (finding.startswith(f"{target}/mlp decode: 1.00 times torch's speed")
+            and "at least 1.61 is wanted" in finding)
 
 
 def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
@@ -346,9 +347,9 @@ def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
     path = baseline_in(tmp_path, device="another CPU")
     assert "is of" in slower(path, always(2.0), always(2.0))[0]
     path = baseline_in(tmp_path, calls={"rms_norm decode": TIMED, "gone": TIMED})
-    told = slower(path, always(2.0), always(2.0))
-    assert ([t for t in told if t.startswith("baseline/mlp decode")]
-            and [t for t in told if "not timed any more" in t])
+    messages = slower(path, always(2.0), always(2.0))
+    assert ([t for t in messages if t.startswith("baseline/mlp decode")]
+            and [t for t in messages if "not timed any more" in t])
 
 
 @pytest.mark.parametrize("change", [
@@ -372,17 +373,20 @@ def test_calls_are_timed_against_torch() -> None:
 
 def test_the_committed_baselines_can_be_read() -> None:
     folder = ROOT / "benchmarks" / "baselines"
-    found = [Baseline.load(path) for path in folder.glob("*.json") if path.name != schemas.RECORD]
-    assert found and all(b.target in targets.KNOWN and set(b.calls) == set(CALLS) for b in found)
+    baselines = [Baseline.load(path) for path in folder.glob("*.json")
+                 if path.name != schemas.RECORD]
+    assert (baselines
+            and all(b.target in targets.KNOWN and set(b.calls) == set(CALLS) for b in baselines))
 
 
 # Waivers over baselines.
 
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *waivers: Waiver) -> dict[str, Any]:
+def run_performance_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                         *waivers: Waiver) -> dict[str, Any]:
     baseline_in(tmp_path)
     monkeypatch.setattr(performance, "in_this_process", always(2.0, mlp_decode=1.0))
     monkeypatch.setattr(performance, "in_new_process", always(1.0))
-    return run_gate(asked(tmp_path), ("performance",), waivers, today=date(2026, 6, 15))
+    return run_gate(gate_options(tmp_path), ("performance",), waivers, today=date(2026, 6, 15))
 
 
 def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -> Waiver:
@@ -391,37 +395,38 @@ def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -
 
 def test_a_clock_that_was_set_back_revives_no_waiver(tmp_path: Path) -> None:
     baseline_in(tmp_path)
-    path = asked(tmp_path).baseline_file
+    path = gate_options(tmp_path).baseline_file
     path.write_text(json.dumps({**json.loads(path.read_text()), "made": "2999-01-01"}))
     old = Waiver("performance/*/mlp decode", "as long as it lasts", date(2998, 12, 31))
-    assert run_gate(asked(tmp_path), ("schema",), (old,))["waivers"][0]["state"] == "expired"
+    assert run_gate(gate_options(tmp_path), ("schema",), (old,))["waivers"][0]["state"] == "expired"
 
 
 def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not judged(tmp_path, monkeypatch)["passed"]
-    found = judged(tmp_path, monkeypatch, waiver())
-    assert found["passed"] and [w["state"] for w in found["waivers"]] == ["used"]
-    assert list(found["waived"]) == [f"performance/{found['target']}/mlp decode"]
-    assert [s["state"] for s in found["stages"]] == ["waived", "passed"]
+    assert not run_performance_gate(tmp_path, monkeypatch)["passed"]
+    report = run_performance_gate(tmp_path, monkeypatch, waiver())
+    assert report["passed"] and [w["state"] for w in report["waivers"]] == ["used"]
+    assert list(report["waived"]) == [f"performance/{report['target']}/mlp decode"]
+    assert [s["state"] for s in report["stages"]] == ["waived", "passed"]
 
 
 def test_an_expired_waiver_fails_and_says_so(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(tmp_path, monkeypatch, waiver(day=14))
-    assert (not found["passed"] and found["waived"] == {}
-            and [w["state"] for w in found["waivers"]] == ["expired"])
-    assert "expired on 2026-06-14" in found["stages"][-1]["checks"][0]["findings"][0]["problem"]
+    report = run_performance_gate(tmp_path, monkeypatch, waiver(day=14))
+    assert (not report["passed"] and report["waived"] == {}
+            and [w["state"] for w in report["waivers"]] == ["expired"])
+    assert "expired on 2026-06-14" in report["stages"][-1]["checks"][0]["findings"][0]["problem"]
 
 
 def test_an_unused_waiver_is_told_and_one_of_another_target_is_not(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"),
-                   waiver(target="cdna1"),
-                   waiver("soak/trend/RSS"))
-    assert (found["passed"] and [w["state"] for w in found["waivers"]]
+    report = run_performance_gate(tmp_path, monkeypatch, waiver(),
+                                  waiver("performance/*/rope decode"),
+                                  waiver(target="cdna1"),
+                                  waiver("soak/trend/RSS"))
+    assert (report["passed"] and [w["state"] for w in report["waivers"]]
             == ["used", "unused", "not asked", "not asked"])
-    note = found["stages"][-1]["checks"][0]["note"]
+    note = report["stages"][-1]["checks"][0]["note"]
     assert "unused: performance/*/rope decode" in note and "RSS" not in note and "cdna1" not in note
 
 
@@ -442,10 +447,10 @@ def test_a_field_that_comes_or_goes_under_the_same_version_is_a_finding(tmp_path
     recorded["soak"]["version"] = "layerzero.soak/0"
     path = tmp_path / "schemas.json"
     path.write_text(json.dumps(recorded))
-    told = [str(f) for c in schemas.check(path) for f in c.findings]
-    assert (len(told) == 2 and "changed under the same version" in told[0]
-            and "new: made; gone: author" in told[0])
-    assert "version layerzero.soak/1 is not recorded" in told[1]
+    messages = [str(f) for c in schemas.check(path) for f in c.findings]
+    assert (len(messages) == 2 and "changed under the same version" in messages[0]
+            and "new: made; gone: author" in messages[0])
+    assert "version layerzero.soak/1 is not recorded" in messages[1]
 
 
 def test_a_reader_that_takes_anything_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,9 +487,9 @@ def test_what_is_not_ready_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
         )
     )
     monkeypatch.setattr(stages, "readiness_check", lambda device=None: report)
-    found = readiness_checked("cpu")
-    assert ([str(f) for f in found.findings] == ["table: none; lz solve"]
-            and found.note == "warnings: memory")
+    outcome = readiness_checked("cpu")
+    assert ([str(f) for f in outcome.findings] == ["table: none; lz solve"]
+            and outcome.note == "warnings: memory")
 
 
 def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
@@ -517,7 +522,7 @@ def test_without_quick_a_kernel_is_verified_once_and_then_its_certificate_holds(
     register(Halved("fake.half", prior=1e6))
     monkeypatch.setattr(stages, "_can_run",
                         lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
-    usual = replace(asked(ROOT), lane="usual")
+    usual = replace(gate_options(ROOT), lane="usual")
     for proven, verified in ((0, 1), (1, 0)):
         (check,) = stages.run_stage("correctness", usual)
         assert [f.subject for f in check.findings] == ["fake.half"] and check.asked == 2

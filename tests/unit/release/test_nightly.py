@@ -52,9 +52,9 @@ def test_every_lane_runs_and_the_summary_says_how(nightly: Any, monkeypatch: pyt
 
 
 def test_its_commands_exist(nightly: Any) -> None:
-    found = {one.name: one for one in nightly.lanes(1.0)}
-    assert {"contract", "seeds", "soak", "models", "sizes"} <= found.keys()
-    for one in found.values():
+    lanes = {one.name: one for one in nightly.lanes(1.0)}
+    assert {"contract", "seeds", "soak", "models", "sizes"} <= lanes.keys()
+    for one in lanes.values():
         for word in one.command:
             if word.startswith("tests/"):
                 assert (ROOT / word).is_dir(), word

@@ -114,9 +114,9 @@ def test_a_release_whose_words_disagree_is_told_so(scripts: Any) -> None:
     release = scripts("release")
     home = re.search(r"github\.com/([\w-]+/[\w-]+)", (ROOT / "pyproject.toml").read_text())
     assert home is not None
-    told = release.disagreements("v9.9.9", "somebody/fork")
-    assert any("v9.9.9" in line and f"tag v{lz.__version__}" in line for line in told)
-    assert sum("somebody/fork" in line for line in told) == 2            # pyproject and citation
+    messages = release.disagreements("v9.9.9", "somebody/fork")
+    assert any("v9.9.9" in line and f"tag v{lz.__version__}" in line for line in messages)
+    assert sum("somebody/fork" in line for line in messages) == 2   # pyproject and citation
     date, text = release.notes(lz.__version__)
     assert date and text.startswith("### ")
     # What is left when all agree is the date of a version that is not released yet.
@@ -149,5 +149,5 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(scripts: Any, tmp_pat
     dist = scripts("dist")
     (wheel,) = dist.build(tmp_path, isolated=False, kinds=("wheel",))
     assert dist.missing(wheel) == []
-    said = dist.install_and_call(wheel, commands=False)
-    assert f"layerzero {lz.__version__}, torch" in said and "imported and called" in said
+    message = dist.install_and_call(wheel, commands=False)
+    assert f"layerzero {lz.__version__}, torch" in message and "imported and called" in message

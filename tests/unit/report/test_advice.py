@@ -28,8 +28,8 @@ APP = Workload("an app", "--calls a.jsonl")
 SLOWER = group_by_kind(ROWS, RATES, BASELINES, usages(rows64=(10, "torch.own")))
 
 
-def commands(found):
-    return [advice.command for advice in advise(found)]
+def commands(page):
+    return [advice.command for advice in advise(page)]
 
 
 def test_nothing_measured_asks_for_measuring_only():
@@ -65,13 +65,13 @@ def test_noise_asks_for_another_measurement():
 def test_a_kernel_for_this_hardware_that_needs_a_command_is_named():
     missing = RejectReason("NOT_INSTALLED", "needs x", command="pip install x")
     other = RejectReason("PLATFORM_MISMATCH", "runs on cuda", hardware=True)
-    found = overview(rejected=(
+    page = overview(rejected=(
         RejectedKernel("x.linear", "linear", (missing,)),
         RejectedKernel("x.conv", "conv", (missing,)),           # of no operation that takes time
         RejectedKernel("x.gpu", "linear", (replace(missing, command="pip install gpu"), other))))
-    advice = advise(found)[0]
+    advice = advise(page)[0]
     assert advice.command == "pip install x" and "Brings x.linear, which serves" in advice.reason
-    assert "pip install gpu" not in commands(found)
+    assert "pip install gpu" not in commands(page)
 
 
 def test_there_is_always_something_to_run():
@@ -83,16 +83,16 @@ def test_there_is_always_something_to_run():
     assert commands(replace(done, workload=APP)) == ["lz lock --calls a.jsonl"]
 
 
-@pytest.mark.parametrize("found", [
+@pytest.mark.parametrize("gathered", [
     overview(()), overview(), overview(rates=None), overview(kinds=SLOWER, workload=APP),
     overview(kinds=SLOWER, workload=Workload("a model", "--model gpt2 --dtype float32 --batch 2 "
                                              "--prompt 8 --context 9")),
     overview([measured("torch.own", 9.0, spread=0.9)], rates=None, against=compare(OLD, OLD)),
     overview(kinds=SLOWER, workload=replace(APP, unmeasured=(UnmeasuredKind("l", 1, "", 0.0),)))])
-def test_every_command_is_understood_and_on_the_page(found, capsys):
-    page = flat(Reader(render(found)).text)
-    assert 1 <= len(commands(found)) <= MAX_COMMANDS
-    for command in commands(found):
+def test_every_command_is_understood_and_on_the_page(gathered, capsys):
+    page = flat(Reader(render(gathered)).text)
+    assert 1 <= len(commands(gathered)) <= MAX_COMMANDS
+    for command in commands(gathered):
         assert command in page
         program, *words = shlex.split(command.partition(" > ")[0].partition(" -- ")[0])
         with pytest.raises(SystemExit) as end:
@@ -103,9 +103,9 @@ def test_every_command_is_understood_and_on_the_page(found, capsys):
 def test_the_words_of_a_workload_explain_its_calls(world, capsys):
     """What the page tells to run for a real call is understood by the command line."""
     calls = calls_for("smollm2-135m", dtype="float32", prompt=8, context=16)
-    found = gather("cpu", source=Source("a model", "--model smollm2-135m", calls))
-    assert found.workload is not None and len(found.workload.unmeasured) == len(calls)
-    assert {kind.calls for kind in found.workload.unmeasured} != {1}
+    page = gather("cpu", source=Source("a model", "--model smollm2-135m", calls))
+    assert page.workload is not None and len(page.workload.unmeasured) == len(calls)
+    assert {kind.calls for kind in page.workload.unmeasured} != {1}
     from layerzero.cli.arguments import parse_call
     from layerzero.operate.inspection import dispatcher_of
     from layerzero.report.gathering import _words

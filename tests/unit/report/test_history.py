@@ -37,11 +37,11 @@ def kind(name, us, calls=1, spread=0.02, **more):
 # what is kept
 
 def test_a_report_is_read_back_as_it_was_written(tmp_path):
-    path, found = tmp_path / "before.json", replace(overview(), at=1.7e9).saved
-    path.write_text(json.dumps({**found.to_json(), "summary": {"gain": 1.5}}))
-    assert read_report(path) == found
-    assert [k.kernel for k in found.kinds] == ["fast.one", "torch.own", "torch.own"]
-    assert [k.torch_us for k in found.kinds] == [100.0, 40.0, 10.0]
+    path, page = tmp_path / "before.json", replace(overview(), at=1.7e9).saved
+    path.write_text(json.dumps({**page.to_json(), "summary": {"gain": 1.5}}))
+    assert read_report(path) == page
+    assert [k.kernel for k in page.kinds] == ["fast.one", "torch.own", "torch.own"]
+    assert [k.torch_us for k in page.kinds] == [100.0, 40.0, 10.0]
 
 
 @pytest.mark.parametrize(("change", "word"), [
@@ -64,13 +64,13 @@ def test_a_change_is_one_only_beyond_the_spread_of_both():
                    kind("gone", 1.0))
     after = saved(kind("a", 5.0, calls=7), kind("b", 20.0), kind("c", 12.0, spread=0.5),
                   kind("d", 10.1, spread=0.0), kind("new", 1.0))
-    found = compare(before, after)
-    verdicts = {c.kind.bucket: c.verdict for c in found.changes}
+    comparison = compare(before, after)
+    verdicts = {c.kind.bucket: c.verdict for c in comparison.changes}
     assert verdicts == {"a": "faster", "b": "slower", "c": "same", "d": "same", "gone": "gone",
                         "new": "new"}
-    assert [c.kind.bucket for c in found.changes[:2]] == ["a", "b"]    # the most time first
-    assert (found.before_us, found.after_us) == (100.0, 35.0 + 20.0 + 12.0 + 10.1)
-    assert found.changes[0].gain == 2.0 and found.changes[0].saved_us == 35.0
+    assert [c.kind.bucket for c in comparison.changes[:2]] == ["a", "b"]    # the most time first
+    assert (comparison.before_us, comparison.after_us) == (100.0, 35.0 + 20.0 + 12.0 + 10.1)
+    assert comparison.changes[0].gain == 2.0 and comparison.changes[0].saved_us == 35.0
 
 
 def test_the_changes_are_a_part_of_the_page():
@@ -195,5 +195,5 @@ def test_what_the_command_prints_is_what_against_reads(stored, tmp_path, capsys)
 def test_a_store_that_cannot_be_read_costs_the_chart_only(stored):
     target = perf_loading.location(worlds.current().policy)
     target.write_bytes(b"no database at all" * 100)
-    found = gathering.gather("cpu")
-    assert found.total.us == 20.0 and [p.at for p in found.history] == [1.73e9]
+    page = gathering.gather("cpu")
+    assert page.total.us == 20.0 and [p.at for p in page.history] == [1.73e9]

@@ -140,13 +140,13 @@ def test_what_is_lost_is_listed_with_what_is_not_measured():
 def test_kernels_of_other_hardware_are_folded():
     other = RejectReason("PLATFORM_MISMATCH", "runs on cuda", hardware=True)
     missing = RejectReason("NOT_INSTALLED", "needs package x", command="pip install x")
-    found = overview(rejected=(
+    gathered = overview(rejected=(
         RejectedKernel("gpu.only", "linear", (missing, other)),
         RejectedKernel("cpu.one", "linear", (missing,))))
-    assert [k.kernel for k in found.other_hardware] == ["gpu.only"]
-    assert [(code, [k.kernel for k in group]) for code, group in found.rejected_by_code] == [
+    assert [k.kernel for k in gathered.other_hardware] == ["gpu.only"]
+    assert [(code, [k.kernel for k in group]) for code, group in gathered.rejected_by_code] == [
         ("NOT_INSTALLED", ["cpu.one"])]
-    page = render(found)
+    page = render(gathered)
     assert re.search(r"<details>\s*<summary>1 kernel made for other hardware", page)
     assert re.search(r'<details open="">\s*<summary><b>NOT_INSTALLED</b> 1 kernel<', page)
 
@@ -233,9 +233,9 @@ def test_text_can_be_read_on_every_background(scheme):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_steps_of_the_heat_map_differ_in_lightness_so_that_they_read_without_colour(scheme):
-    found = [_luminance(back) for back, _ in style.HEAT[scheme]]
-    assert len(found) == len(style.STEPS) + 1
-    assert found == sorted(found, reverse=scheme == "dark")
+    luminances = [_luminance(back) for back, _ in style.HEAT[scheme]]
+    assert len(luminances) == len(style.STEPS) + 1
+    assert luminances == sorted(luminances, reverse=scheme == "dark")
     assert all(contrast(a[0], b[0]) > 1.05
                for a, b in zip(style.HEAT[scheme], style.HEAT[scheme][1:]))
 
@@ -254,22 +254,22 @@ def replayed(chosen, us, count=1):
                            rounds)
 
 
-def _written(found):
+def _written(page):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "regret.json"
-        path.write_text(json.dumps(found.to_json()))
+        path.write_text(json.dumps(page.to_json()))
         return read_regret(path)
 
 
 def test_what_lz_regret_writes_is_shown():
-    found = regret.RegretReport((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0},
-                                          count=3),
-                                 replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})),
-                                place="here-2t")
-    read = _written(found)
+    report = regret.RegretReport((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0},
+                                           count=3),
+                                  replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})),
+                                 place="here-2t")
+    read = _written(report)
     assert [row.regret for row in read.calls] == pytest.approx([1.0, 0.0])
-    assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))
-    assert (read.flips, read.gain, read.lost) == (0, found.gain(), found.lost)
+    assert (read.median, read.p95) == (report.regret(0.5), report.regret(0.95))
+    assert (read.flips, read.gain, read.lost) == (0, report.gain(), report.lost)
     page = Reader(render(overview(regret=read)))
     cells = [[cell[0] for cell in row] for row in page.rows
              if row[0][0] in ("linear torch.own", "linear fast.one")]
@@ -324,11 +324,11 @@ def known(world):
 def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys):
     report(tmp_path / "page.html", None, "cpu")
     page = Reader((tmp_path / "page.html").read_text("utf-8"))
-    found = gathering.gather("cpu")
-    assert isinstance(found.kinds[0], CallKind) and len(found.kinds) == 1
-    assert (found.kinds[0].fastest.kernel, found.kinds[0].fastest.us,
-            found.hidden) == ("torch.rms_norm", 30.0, 1)
-    assert [c.baseline for c in found.kinds[0].candidates] == [
+    gathered = gathering.gather("cpu")
+    assert isinstance(gathered.kinds[0], CallKind) and len(gathered.kinds) == 1
+    assert (gathered.kinds[0].fastest.kernel, gathered.kinds[0].fastest.us,
+            gathered.hidden) == ("torch.rms_norm", 30.0, 1)
+    assert [c.baseline for c in gathered.kinds[0].candidates] == [
         worlds.current().catalog.by_id[i].baseline
         for i in ("torch.rms_norm", "reference.rms_norm")]
     assert "★ torch.rms_norm" in page.text and "2023-11-1" in page.text
@@ -379,12 +379,12 @@ def test_a_workload_weighs_what_was_measured_and_says_what_is_chosen(world, tmp_
                              kind.sizes_text, 1e6, 1e5, at=1.7e9)
                  for name, us in ((f"torch.{op.name}", 60.0), (f"reference.{op.name}", 240.0))]
     worlds.publish(lambda w: w.replace(perf=PerfView(rows, {place: RATES})), "measured")
-    found = gathering.gather("cpu", source=gathering.Source("a model", "--model m", calls))
-    assert {kind.op: kind.calls for kind in found.total.kinds} == {c.op: c.count for c in chosen}
-    assert found.total.us == sum(60.0 * call.count for call in chosen)
-    for kind in found.total.kinds:
+    page = gathering.gather("cpu", source=gathering.Source("a model", "--model m", calls))
+    assert {kind.op: kind.calls for kind in page.total.kinds} == {c.op: c.count for c in chosen}
+    assert page.total.us == sum(60.0 * call.count for call in chosen)
+    for kind in page.total.kinds:
         assert kind.used.kernel == kind.usage.chosen == f"torch.{kind.op}"
-    assert len(found.workload.unmeasured) == len(calls) - 2
+    assert len(page.workload.unmeasured) == len(calls) - 2
     report(tmp_path / "page.html", None, "cpu", model="smollm2-135m", prompt=8, context=16)
     assert "next: lz tune --model smollm2-135m --dtype" in capsys.readouterr().out
 

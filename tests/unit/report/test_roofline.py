@@ -77,9 +77,9 @@ def test_labels_do_not_lie_on_each_other_or_on_a_point():
 def test_calls_from_the_cache_have_a_roof_of_their_own():
     rows = [measured("k.k", 1.0, rows=1, flops=1e3, bytes=5e4),               # 50 GB/s
             measured("k.k", 1000.0, rows=2, flops=1e5, bytes=5e6)]             # 5 GB/s
-    found = overview(rows, kinds=group_by_kind(rows, RATES, frozenset(), None, 1 << 20),
-                     cache_bytes=1 << 20)
-    small, large = found.kinds
+    page = overview(rows, kinds=group_by_kind(rows, RATES, frozenset(), None, 1 << 20),
+                    cache_bytes=1 << 20)
+    small, large = page.kinds
     assert (small.roofline, large.roofline) == (1.0, 0.5)
-    text = flat(Reader(render(found)).text)
+    text = flat(Reader(render(page)).text)
     assert "memory 10 GB/s; cache 50 GB/s for calls whose data fit 1 MiB." in text

@@ -85,9 +85,9 @@ def test_a_roof_rises_when_it_is_beaten():
 
 def test_no_kernel_is_over_the_roof_and_the_page_says_that_it_rose():
     rows = [measured("k.k", 2.0, rows=n, flops=1e6 * n, bytes=1e5) for n in (1, 2, 3)]
-    found = overview(rows)
-    assert max(kind.roofline for kind in found.kinds) == 1.0
-    text = flat(Reader(render(found)).text)
+    page = overview(rows)
+    assert max(kind.roofline for kind in page.kinds) == 1.0
+    text = flat(Reader(render(page)).text)
     assert "Compute and memory had been measured lower" in text
     assert "compute 1.5 TFLOP/s" in text
 

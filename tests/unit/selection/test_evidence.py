@@ -40,23 +40,24 @@ CLEVER = kernel("lib.clever", prior=5.0, less_work="reads each key once",
 
 
 def facts(mode=EAGER, **sizes):
-    found = call_facts(ATTENTION, *qkv(**{"dtype": torch.float16, **sizes}))
-    return {**found, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
+    call = call_facts(ATTENTION, *qkv(**{"dtype": torch.float16, **sizes}))
+    return {**call, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
 
 
-def plan_of(kernels, given=None, **context):
+def plan_of(kernels, call_facts=None, **context):
     context.setdefault("policy", policy())
     scene = SelectionContext(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **context)
-    return select(ATTENTION, make_roster(kernels, scene), {**(given or facts()), **HOPPER.facts()},
+    return select(ATTENTION, make_roster(kernels, scene),
+                  {**(call_facts or facts()), **HOPPER.facts()},
                   scene)
 
 
-def times(given, **us):
+def times(call_facts, **us):
     """PerfView of these microseconds; the names have _ for a dot."""
-    kind = kind_of(ATTENTION, given)
+    kind = kind_of(ATTENTION, call_facts)
     return PerfView([Measurement(name.replace("_", ".", 1), "attention", kind.bucket,
                                  HOPPER.signature, n, family=kind.family, sizes=kind.sizes_text,
-                                 flops=1e6, bytes=1e6, samples=50, mode=mode_of(given))
+                                 flops=1e6, bytes=1e6, samples=50, mode=mode_of(call_facts))
                      for name, n in us.items()])
 
 
@@ -75,15 +76,16 @@ def test_no_prior_however_great_comes_before_torchs_own():
 
 
 def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why():
-    found, _ = catalog.discover()
+    kernels, _ = catalog.discover()
     for where in (HOPPER, nvidia(80)):
         for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
                       {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
             scene = SelectionContext(policy=policy(jit="in_request", allow_untested=True),
                                      device=where.facts(),
                                      place=where.signature, rates=RATES)
-            given = {**facts(**sizes), "device": "cuda", **where.facts()}
-            plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given,
+            call_facts = {**facts(**sizes), "device": "cuda", **where.facts()}
+            plan = select(ATTENTION, make_roster(kernels.kernels_of("attention"), scene),
+                          call_facts,
                           scene)
             before = plan.steps[:order(plan).index("torch.sdpa")]
             assert all(s.score.source == "less work" and s.score.evidence for s in before)
@@ -99,14 +101,17 @@ def test_less_work_by_construction_counts_where_it_is_claimed():
 
 
 def test_less_work_does_not_stand_against_a_measurement_of_torchs_own():
-    given = facts(heads=8, kv_heads=2)
-    assert plan_of([OWN, CLEVER], given, perf=times(given, torch_own=1.0)).kernel == "torch.own"
+    call_facts = facts(heads=8, kv_heads=2)
+    assert plan_of([OWN, CLEVER], call_facts,
+                   perf=times(call_facts, torch_own=1.0)).kernel == "torch.own"
 
 
 def test_a_measurement_says_something_only_beside_one_of_the_default():
-    given = facts()
-    assert plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=1e-3)).kernel == "torch.own"
-    both = plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=5.0, torch_own=9.0))
+    call_facts = facts()
+    assert plan_of([PRAISED, OWN], call_facts,
+                   perf=times(call_facts, lib_praised=1e-3)).kernel == "torch.own"
+    both = plan_of([PRAISED, OWN], call_facts,
+                   perf=times(call_facts, lib_praised=5.0, torch_own=9.0))
     assert (order(both) == ["lib.praised", "torch.own"]
             and set(sources(both).values()) == {"measured"})
 
@@ -151,23 +156,23 @@ def test_what_is_known_only_where_it_is_fast_does_not_look_fast_everywhere():
 
 
 def test_what_came_with_the_package_counts_until_something_was_measured_here():
-    given = facts()
-    came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
-    plan = plan_of([PRAISED, OWN], given, shipped=came)
+    call_facts = facts()
+    came = Shipped(times(call_facts, lib_praised=5.0, torch_own=9.0), "a GPU, today")
+    plan = plan_of([PRAISED, OWN], call_facts, shipped=came)
     assert plan.kernel == "lib.praised" and plan.steps[0].score.origin == "shipped: a GPU, today"
-    here = plan_of([PRAISED, OWN], given, shipped=came,
-                   perf=times(given, lib_praised=9.0, torch_own=5.0))
+    here = plan_of([PRAISED, OWN], call_facts, shipped=came,
+                   perf=times(call_facts, lib_praised=9.0, torch_own=5.0))
     assert here.kernel == "torch.own" and here.steps[0].score.source == "measured"
     # A measurement of something else, made here, is no reason to forget what came with the package.
     other = times(facts(CAPTURED), torch_own=5.0)
-    assert plan_of([PRAISED, OWN], given, shipped=came, perf=other).kernel == "lib.praised"
+    assert plan_of([PRAISED, OWN], call_facts, shipped=came, perf=other).kernel == "lib.praised"
 
 
 def test_shipped_times_of_a_kind_are_not_mixed_with_those_of_this_machine():
-    given = facts()
-    came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
-    assert plan_of([PRAISED, OWN], given, shipped=came,
-                   perf=times(given, torch_own=6.0)).kernel == "torch.own"
+    call_facts = facts()
+    came = Shipped(times(call_facts, lib_praised=5.0, torch_own=9.0), "a GPU, today")
+    assert plan_of([PRAISED, OWN], call_facts, shipped=came,
+                   perf=times(call_facts, torch_own=6.0)).kernel == "torch.own"
 
 
 def test_a_long_call_measured_in_a_graph_counts_outside_too():

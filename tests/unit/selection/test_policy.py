@@ -53,7 +53,7 @@ def accepted(p, op="attention", facts=FACTS):
 
 # settings
 
-@pytest.mark.parametrize(("name", "given", "want"), [
+@pytest.mark.parametrize(("name", "inputs", "want"), [
     ("strict_mode", True, True), ("strict_mode", "on", True), ("strict_mode", "No", False),
     ("strict_mode", 1, True), ("strict_mode", " 0 ", False), ("native", "false", False),
     ("cache_size", 10, 10), ("cache_size", "10", 10),
@@ -63,12 +63,12 @@ def accepted(p, op="attention", facts=FACTS):
     ("cache_ttl", "Null", None), ("policy_poll", 0, 0.0),
     ("log_level", "DEBUG", "debug"), ("perfdb", "/data/My File.db", "/data/My File.db"),
 ])
-def test_a_valid_setting_comes_back_in_its_own_type(name, given, want):
-    got = validate_setting(name, given)
+def test_a_valid_setting_comes_back_in_its_own_type(name, inputs, want):
+    got = validate_setting(name, inputs)
     assert got == want and type(got) is type(want)
 
 
-@pytest.mark.parametrize(("name", "given", "wanted"), [
+@pytest.mark.parametrize(("name", "inputs", "wanted"), [
     *(("strict_mode", bad, "true or false") for bad in ("maybe", 2, None, [])),
     *(("cache_size", bad, "a whole number >= 1") for bad in (0, 1.5, True, "many", None)),
     ("memory_headroom", -1, "a whole number >= 0 or none"), ("memory_headroom", "2GB", "or none"),
@@ -82,10 +82,10 @@ def test_a_valid_setting_comes_back_in_its_own_type(name, given, want):
     ("log_level", 10, "one of debug"),
     ("perfdb", 5, "text"),
 ])
-def test_a_bad_setting_says_what_was_wanted_and_what_came(name, given, wanted):
+def test_a_bad_setting_says_what_was_wanted_and_what_came(name, inputs, wanted):
     with pytest.raises(ConfigError) as e:
-        validate_setting(name, given)
-    assert wanted in str(e.value) and name in str(e.value) and repr(given) in str(e.value)
+        validate_setting(name, inputs)
+    assert wanted in str(e.value) and name in str(e.value) and repr(inputs) in str(e.value)
 
 
 def test_an_unknown_setting_names_the_nearest_or_all():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import happened, world
+from helpers import emitted, world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import MAKERS, neighbour
@@ -29,7 +29,7 @@ from layerzero.spec.rules.predicate import PREDICATES
 from layerzero.world import context
 from layerzero.world.config import programmatic_layer
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 steady = settings(deadline=None, max_examples=60, derandomize=True,
                   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -86,11 +86,11 @@ def test_a_context_holds_inside_and_what_was_before_holds_again(world, blocks, l
 @given(blocks=st.lists(said, max_size=4))
 def test_the_same_words_are_the_same_override(world, blocks):
     """So what was remembered under it is found again."""
-    found = []
+    results = []
     for _ in range(2):
         with ExitStack() as stack:
-            found.append([stack.enter_context(lz.prefer(**words)) for words in blocks])
-    assert all(a is b for a, b in zip(*found))
+            results.append([stack.enter_context(lz.prefer(**words)) for words in blocks])
+    assert all(a is b for a, b in zip(*results))
 
 
 # Policies.
@@ -103,15 +103,15 @@ layers = st.lists(layer, max_size=5, unique_by=lambda x: x.name)
 
 
 @steady
-@given(found=layers, rng=st.randoms(use_true_random=False))
-def test_the_highest_layer_that_says_something_decides_it(found, rng):
-    shuffled = rng.sample(found, len(found))
+@given(stacked=layers, rng=st.randoms(use_true_random=False))
+def test_the_highest_layer_that_says_something_decides_it(stacked, rng):
+    shuffled = rng.sample(stacked, len(stacked))
     policy = Policy(tuple(shuffled))
-    ranked = sorted(found, key=lambda x: LAYERS.index(x.name))
+    ranked = sorted(stacked, key=lambda x: LAYERS.index(x.name))
     for name, setting in SETTINGS.items():
         wanted = next((x.settings[name] for x in ranked if name in x.settings), setting.default)
         assert policy.setting(name) == wanted
-    assert policy.hash == Policy(tuple(found)).hash
+    assert policy.hash == Policy(tuple(stacked)).hash
     for kernel in KERNELS:
         assert policy.verdict(kernel, "attention",
                               {}) == Policy(tuple(ranked)).verdict(kernel, "attention", {})
@@ -128,9 +128,9 @@ def test_saying_more_is_associative_and_the_last_word_wins(first, second, third)
 
 
 @steady
-@given(found=layers, lower=layer)
-def test_a_layer_put_in_and_taken_out_leaves_what_was_there(found, lower):
-    others = [x for x in found if x.name != lower.name]
+@given(stacked=layers, lower=layer)
+def test_a_layer_put_in_and_taken_out_leaves_what_was_there(stacked, lower):
+    others = [x for x in stacked if x.name != lower.name]
     policy = Policy(tuple(others))
     assert policy.with_layer(lower).without(lower.name) == policy
     assert policy.with_layer(lower).with_layer(lower) == policy.with_layer(lower)
@@ -191,15 +191,15 @@ def test_calls_that_get_different_answers_have_different_keys(world, op, rng, li
     with lz.prefer("reference", op=op, when={fact: f"<= {limit}"}):
         call = MAKERS[op](rng)
         near = neighbour(rng, call)
-        found = dispatcher_of(op)
-        found.ensure_world()
+        dispatcher = dispatcher_of(op)
+        dispatcher.ensure_world()
         keys, plans = [], []
         for args, kwargs in (call, near):
             try:
                 plans.append([step.kernel for step in lz.explain(op, *args, **kwargs).steps])
             except InvalidCall as e:
                 plans.append(list(e.codes))
-            keys.append(found.key_of(*found.order_arguments(args, kwargs)))
+            keys.append(dispatcher.key_of(*dispatcher.order_arguments(args, kwargs)))
         if plans[0] != plans[1] and None not in keys:
             assert keys[0] != keys[1]
 

@@ -67,10 +67,10 @@ def facts(**kwargs):
     return call_facts(ATTENTION, *qkv(**sizes), **params)
 
 
-def decide(kernels, on=HOPPER, given=None, thorough=True, op=ATTENTION, **context):
+def decide(kernels, on=HOPPER, call_facts=None, thorough=True, op=ATTENTION, **context):
     context.setdefault("policy", policy())
     scene = SelectionContext(device=on.facts(), place=on.signature, rates=rates_of(on.type), **context)
-    known = {**(given or facts(dtype=torch.float16)), **on.facts()}
+    known = {**(call_facts or facts(dtype=torch.float16)), **on.facts()}
     return select(op, make_roster(kernels, scene), known, scene, thorough)
 
 
@@ -127,8 +127,8 @@ def test_a_kernel_for_another_platform_is_not_told_about_its_compute_capability(
 ])
 def test_the_call_decides(rule, call, code):
     k, dim = kernel("lib.k", rule), 8 if code is Code.HEAD_DIM_TOO_LARGE else 32
-    assert decide([k], given=facts(dtype=torch.float16, dim=dim, seq_q=4)).kernel == "lib.k"
-    plan = decide([k], given=facts(**call))
+    assert decide([k], call_facts=facts(dtype=torch.float16, dim=dim, seq_q=4)).kernel == "lib.k"
+    plan = decide([k], call_facts=facts(**call))
     assert codes(plan, "lib.k") == [code]
     assert plan.why_not("lib.k")[0].fact == rule.fact
 
@@ -148,7 +148,7 @@ def test_the_call_decides(rule, call, code):
 ])
 def test_the_mode_of_the_call_and_of_the_policy_decide(declared, known, settings, code):
     k, plain = kernel("lib.k", **declared), facts(dtype=torch.float16)
-    plan = decide([k], given={**plain, **known}, policy=policy(**settings))
+    plan = decide([k], call_facts={**plain, **known}, policy=policy(**settings))
     assert codes(plan, "lib.k") == [code]
     assert code.category in (Category.MODE, Category.POLICY, Category.SOFTWARE, Category.FEATURE)
 
@@ -162,8 +162,8 @@ def test_the_mode_of_the_call_and_of_the_policy_decide(declared, known, settings
     ({"baseline": True}, {}, {"disabled": True}),
 ])
 def test_a_mode_excludes_no_more_than_it_must(declared, known, settings):
-    given = {**facts(dtype=torch.float16), **known}
-    assert decide([kernel("lib.k", **declared)], given=given, policy=policy(**settings))
+    call_facts = {**facts(dtype=torch.float16), **known}
+    assert decide([kernel("lib.k", **declared)], call_facts=call_facts, policy=policy(**settings))
 
 
 def test_graph_mode_asks_nothing_on_a_cpu():
@@ -216,7 +216,8 @@ def test_deny_allow_and_conditions():
             kernel("reference.r", overhead_us=100)]
 
     def served(*rules, **call):
-        return [s.kernel for s in decide(ours, given=facts(**call), policy=policy(*rules)).steps]
+        plan = decide(ours, call_facts=facts(**call), policy=policy(*rules))
+        return [s.kernel for s in plan.steps]
 
     assert served(PolicyRule.of("deny", "lib.fast")) == ["lib.slow", "reference.r"]
     # a fallback must remain
@@ -242,7 +243,7 @@ def test_the_guess_is_the_roofline_slowed_by_the_eager_formula_and_sped_up_by_th
     assert roofline == pytest.approx(max(flops / rates.flops_per_us, moved / rates.bytes_per_us))
     k = kernel("lib.k", prior=4, overhead_us=10)
     assert guess_us(k, roofline) == pytest.approx(10 + EAGER_OVER_ROOFLINE * roofline / 4)
-    score = decide([k], given=known).steps[0].score
+    score = decide([k], call_facts=known).steps[0].score
     assert (score.total_us == score.kernel_us == pytest.approx(guess_us(k, roofline))
             and score.source == "prior")
 
@@ -250,8 +251,8 @@ def test_the_guess_is_the_roofline_slowed_by_the_eager_formula_and_sped_up_by_th
 def test_a_fixed_cost_loses_where_there_is_little_to_do_and_wins_where_there_is_much():
     ours = [kernel("lib.quick", prior=1, overhead_us=1),
             kernel("lib.strong", prior=20, overhead_us=50)]
-    assert decide(ours, on=CPU, given=facts(seq_q=4)).kernel == "lib.quick"
-    assert decide(ours, on=CPU, given=facts(seq_q=1024)).kernel == "lib.strong"
+    assert decide(ours, on=CPU, call_facts=facts(seq_q=4)).kernel == "lib.quick"
+    assert decide(ours, on=CPU, call_facts=facts(seq_q=1024)).kernel == "lib.strong"
 
 
 def test_a_boost_divides_the_expected_time_and_boosts_multiply():
@@ -275,9 +276,9 @@ def measured(kernel, us, known, where=HOPPER, **rest):
 def test_a_measurement_overrides_the_prior():
     known = facts(seq_q=512, dtype=torch.float16)
     ours = [kernel("lib.praised", prior=50), kernel("lib.humble", prior=1)]
-    assert decide(ours, given=known).kernel == "lib.praised"
+    assert decide(ours, call_facts=known).kernel == "lib.praised"
     perf = PerfView([measured("lib.praised", 90.0, known), measured("lib.humble", 40.0, known)])
-    plan = decide(ours, given=known, perf=perf)
+    plan = decide(ours, call_facts=known, perf=perf)
     assert plan.kernel == "lib.humble"
     assert [s.score.source for s in plan.steps] == ["measured", "measured"]
     assert plan.steps[0].score.total_us == pytest.approx(40.0)
@@ -287,7 +288,7 @@ def test_a_preference_stands_above_a_measurement():
     known = facts(seq_q=512, dtype=torch.float16)
     perf = PerfView([measured("lib.a", 90.0, known), measured("lib.b", 40.0, known)])
     wish = policy(PolicyRule.of("boost", "lib.a", factor=1e6))
-    plan = decide([kernel("lib.a"), kernel("lib.b")], given=known, perf=perf, policy=wish)
+    plan = decide([kernel("lib.a"), kernel("lib.b")], call_facts=known, perf=perf, policy=wish)
     assert plan.kernel == "lib.a" and plan.steps[0].score.kernel_us == pytest.approx(90.0)
 
 
@@ -295,14 +296,14 @@ def test_a_measurement_counts_for_its_bucket_and_device_only():
     known = facts(seq_q=512, seq_k=2100, dtype=torch.float16)
     ours = [kernel("lib.praised", prior=50), kernel("lib.humble", prior=1)]
     perf = PerfView([measured("lib.praised", 90.0, known), measured("lib.humble", 40.0, known)])
-    assert decide(ours, given=facts(seq_q=512, seq_k=3072, dtype=torch.float16),
+    assert decide(ours, call_facts=facts(seq_q=512, seq_k=3072, dtype=torch.float16),
                   perf=perf).kernel == "lib.humble"
-    assert decide(ours, given=facts(seq_q=512, seq_k=3073, dtype=torch.float16),
+    assert decide(ours, call_facts=facts(seq_q=512, seq_k=3073, dtype=torch.float16),
                   perf=perf).kernel == "lib.praised"
-    assert decide(ours, given=facts(seq_q=512, seq_k=2100, dtype=torch.bfloat16),
+    assert decide(ours, call_facts=facts(seq_q=512, seq_k=2100, dtype=torch.bfloat16),
                   perf=perf).kernel == "lib.praised"
-    assert decide(ours, given={**known, "grad": True}, perf=perf).kernel == "lib.praised"
-    assert decide(ours, on=AMPERE, given=known, perf=perf).kernel == "lib.praised"
+    assert decide(ours, call_facts={**known, "grad": True}, perf=perf).kernel == "lib.praised"
+    assert decide(ours, on=AMPERE, call_facts=known, perf=perf).kernel == "lib.praised"
 
 
 def test_a_noisy_measurement_counts_less():
@@ -313,7 +314,7 @@ def test_a_noisy_measurement_counts_less():
         # keeps the calibration of the guess where it is
         other = measured("lib.other", 10.0, known)
         perf = PerfView([measured("lib.k", 10.0, known, spread=spread), other])
-        plan = decide([k, kernel("lib.other")], given=known, perf=perf)
+        plan = decide([k, kernel("lib.other")], call_facts=known, perf=perf)
         return next(s.score for s in plan.steps if s.kernel == "lib.k")
 
     assert with_spread(0.0).kernel_us == pytest.approx(10.0)
@@ -330,7 +331,7 @@ def test_of_a_noisy_slow_and_a_quiet_fast_measurement_the_guess_takes_the_place_
     def winner(spread):
         perf = PerfView([measured("lib.a", 60.0, known),
                          measured("lib.b", 20.0, known, spread=spread)])
-        return decide(ours, given=known, perf=perf).kernel
+        return decide(ours, call_facts=known, perf=perf).kernel
 
     assert winner(0.0) == "lib.b"
     assert winner(20.0) == "lib.a"                         # by its prior it is four times as fast
@@ -339,10 +340,10 @@ def test_of_a_noisy_slow_and_a_quiet_fast_measurement_the_guess_takes_the_place_
 def test_the_guesses_of_the_others_are_scaled_by_how_far_the_measured_ones_were_off():
     known = facts(seq_q=512, dtype=torch.float16)
     ours = [kernel("lib.a", prior=2), kernel("lib.b", prior=4)]
-    guesses = {s.kernel: s.score.kernel_us for s in decide(ours, given=known).steps}
+    guesses = {s.kernel: s.score.kernel_us for s in decide(ours, call_facts=known).steps}
     slow = measured("lib.a", guesses["lib.a"] * 100, known)
     assert calibration(guesses, {"lib.a": slow}) == pytest.approx(100)
-    plan = decide(ours, given=known, perf=PerfView([slow]))
+    plan = decide(ours, call_facts=known, perf=PerfView([slow]))
     scores = {s.kernel: s.score for s in plan.steps}
     assert (scores["lib.b"].kernel_us == pytest.approx(guesses["lib.b"] * 100)
             and scores["lib.b"].source == "prior")
@@ -353,7 +354,7 @@ def test_the_guesses_of_the_others_are_scaled_by_how_far_the_measured_ones_were_
 def test_an_unmeasured_kernel_does_not_win_by_a_guess_on_another_scale():
     known = facts(seq_q=512, dtype=torch.float16)
     ours = [kernel("lib.known", prior=4), kernel("lib.unknown", prior=2)]
-    assert decide(ours, given=known,
+    assert decide(ours, call_facts=known,
                   perf=PerfView([measured("lib.known", 1e6, known)])).kernel == "lib.known"
 
 
@@ -362,7 +363,7 @@ def test_a_transform_costs_what_it_moves(dtype):
     q, k, v = qkv(seq_q=64, heads=4, dim=32, dtype=dtype)
     sparse = q.repeat_interleave(2, -1)[..., ::2]
     known = call_facts(ATTENTION, sparse, k, v)
-    plan = decide([kernel("lib.k", unit_stride("query"), unit_stride("key"))], given=known)
+    plan = decide([kernel("lib.k", unit_stride("query"), unit_stride("key"))], call_facts=known)
     size = q.numel() * q.element_size()
     assert plan.steps[0].transforms == (Transform("contiguous", "query", size),)
     score = plan.steps[0].score
@@ -375,11 +376,12 @@ def test_a_transform_costs_what_it_moves(dtype):
 def test_the_cost_of_a_transform_can_turn_the_choice():
     q, k, v = qkv(seq_q=512, heads=4, dim=32)
     ours = [kernel("lib.picky", unit_stride("query"), prior=7.01), kernel("lib.easy", prior=7)]
-    assert decide(ours, on=CPU, given=call_facts(ATTENTION, q, k, v)).kernel == "lib.picky"
+    assert decide(ours, on=CPU, call_facts=call_facts(ATTENTION, q, k, v)).kernel == "lib.picky"
     sparse = call_facts(ATTENTION, q.repeat_interleave(2, -1)[..., ::2], k, v)
-    assert [s.kernel for s in decide(ours, on=CPU, given=sparse).steps] == ["lib.easy", "lib.picky"]
+    plan = decide(ours, on=CPU, call_facts=sparse)
+    assert [s.kernel for s in plan.steps] == ["lib.easy", "lib.picky"]
     strong = [kernel("lib.picky", unit_stride("query"), prior=70), kernel("lib.easy", prior=7)]
-    assert decide(strong, on=CPU, given=sparse).kernel == "lib.picky"       # worth the copy
+    assert decide(strong, on=CPU, call_facts=sparse).kernel == "lib.picky"       # worth the copy
 
 
 # the plan
@@ -393,11 +395,11 @@ def test_no_kernel_is_an_empty_plan_that_says_why():
 def test_brief_gives_the_ranking_alone_and_thorough_every_reason():
     k = kernel("lib.k", dtypes("bfloat16"), at_most("head_dim", 8),
                equals("group", 1, Code.GQA_UNSUPPORTED))
-    given = facts(dtype=torch.float32, heads=4, kv_heads=2)
-    brief = decide([k], given=given, thorough=False)
+    call_facts = facts(dtype=torch.float32, heads=4, kv_heads=2)
+    brief = decide([k], call_facts=call_facts, thorough=False)
     assert not brief.steps and not brief.rejected
     every = [Code.DTYPE_UNSUPPORTED, Code.HEAD_DIM_TOO_LARGE, Code.GQA_UNSUPPORTED]
-    assert codes(decide([k], given=given), "lib.k") == every
+    assert codes(decide([k], call_facts=call_facts), "lib.k") == every
 
 
 def test_the_plan_as_text_and_as_json():
@@ -406,7 +408,7 @@ def test_the_plan_as_text_and_as_json():
     ours = [kernel("lib.a", unit_stride("query")), kernel("lib.b", at_most("head_dim", 8)),
             kernel("lib.new", untested=True)]
     perf = PerfView([measured("lib.a", 12.5, sparse, samples=9, spread=0.01)])
-    plan = decide(ours, given=sparse, perf=perf,
+    plan = decide(ours, call_facts=sparse, perf=perf,
                   policy=policy(PolicyRule.of("lock", "lib.*", origin="lz.lock()")))
     text = str(plan)
     for part in ("lz.attention -> lib.", "named by lz.lock()", "after contiguous(query)",
@@ -437,9 +439,9 @@ def any_call():
 def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_order_of_declaration_is_nothing(
         call, where, pretend, shuffle):
     ours = list(BUILTIN.kernels_of("attention"))
-    given, names = facts(**call), {k.id for k in ours}
+    call_facts, names = facts(**call), {k.id for k in ours}
     lenient = policy(jit="in_request", allow_untested=True) if pretend else policy()
-    plan = decide(ours, on=where, given=given, policy=lenient)
+    plan = decide(ours, on=where, call_facts=call_facts, policy=lenient)
     steps, refused = [s.kernel for s in plan.steps], [r.kernel for r in plan.rejected]
     assert sorted([*steps, *refused]) == sorted(names)
     assert all(r.reasons for r in plan.rejected)
@@ -449,10 +451,10 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
     # what has no evidence comes after torch's own
     assert ranks == sorted(ranks)
     assert "reference.attention" in steps                  # there is always a fallback
-    assert decide(ours, on=where, given=given, policy=lenient) == plan
+    assert decide(ours, on=where, call_facts=call_facts, policy=lenient) == plan
     shuffle.shuffle(ours)
-    assert decide(ours, on=where, given=given, policy=lenient).steps == plan.steps
-    brief = decide(ours, on=where, given=given, policy=lenient, thorough=False)
+    assert decide(ours, on=where, call_facts=call_facts, policy=lenient).steps == plan.steps
+    brief = decide(ours, on=where, call_facts=call_facts, policy=lenient, thorough=False)
     assert brief.steps == plan.steps
 
 
@@ -461,7 +463,8 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
 def test_whatever_is_accepted_breaks_none_of_its_own_rules_but_those_a_transform_repairs(call,
                                                                                          where):
     lenient = policy(jit="in_request", allow_untested=True)
-    plan = decide(BUILTIN.kernels_of("attention"), on=where, given=facts(**call), policy=lenient)
+    plan = decide(BUILTIN.kernels_of("attention"), on=where, call_facts=facts(**call),
+                  policy=lenient)
     for step in plan.steps:
         k = BUILTIN.by_id[step.kernel]
         broken = [r for rule in k.requires if (r := rule.check(plan.facts)) is not None]
@@ -470,40 +473,40 @@ def test_whatever_is_accepted_breaks_none_of_its_own_rules_but_those_a_transform
 
 
 def test_selection_reads_nothing_but_its_arguments():
-    ours, given = [kernel("lib.a", prior=3), kernel("lib.b")], facts(dtype=torch.float16)
-    frozen = dict(given)
-    plans = {str(decide(ours, given=given)) for _ in range(3)}
+    ours, call_facts = [kernel("lib.a", prior=3), kernel("lib.b")], facts(dtype=torch.float16)
+    frozen = dict(call_facts)
+    plans = {str(decide(ours, call_facts=call_facts)) for _ in range(3)}
     torch.set_deterministic_debug_mode("error")
     try:
-        plans.add(str(decide(ours, given=given)))
+        plans.add(str(decide(ours, call_facts=call_facts)))
     finally:
         torch.set_deterministic_debug_mode("default")
-    assert len(plans) == 1 and given == frozen
+    assert len(plans) == 1 and call_facts == frozen
 
 
 def test_the_real_device_is_one_that_selection_takes():
     here = hardware.probe("cpu")
-    plan = decide(BUILTIN.kernels_of("rms_norm"), on=here, given=call_facts(RMS_NORM, rows()),
+    plan = decide(BUILTIN.kernels_of("rms_norm"), on=here, call_facts=call_facts(RMS_NORM, rows()),
                   op=RMS_NORM)
     assert plan.kernel in ("native.rms_norm", "torch.rms_norm")
 
 
 def test_of_many_kernels_with_random_priors_the_fastest_is_first():
     shuffle = random.Random(7)
-    given = facts(seq_q=256, dtype=torch.float16)
-    roofline = roofline_us(ATTENTION, given, rates_of("cuda"))
+    call_facts = facts(seq_q=256, dtype=torch.float16)
+    roofline = roofline_us(ATTENTION, call_facts, rates_of("cuda"))
     for _ in range(50):
         ours = [kernel(f"lib.k{i}", prior=shuffle.uniform(0.5, 30),
                        overhead_us=shuffle.uniform(0, 40))
                 for i in range(20)]
         want = sorted(ours, key=lambda k: (guess_us(k, roofline), k.id))
-        assert [s.kernel for s in decide(ours, given=given).steps] == [k.id for k in want]
+        assert [s.kernel for s in decide(ours, call_facts=call_facts).steps] == [k.id for k in want]
 
 
 def test_two_cards_of_one_kind_get_the_same_plan():
     ours = [kernel("lib.a", device("cuda"), prior=3), kernel("lib.b", sm(at_least=90))]
-    given = facts(seq_q=512, dtype=torch.float16)
-    perf = PerfView([measured("lib.a", 30.0, given), measured("lib.b", 20.0, given)])
-    assert decide(ours, on=replace(HOPPER, index=1), given=given,
-                  perf=perf) == decide(ours, given=given, perf=perf)
-    assert decide(ours, given=given, perf=perf).kernel == "lib.b"
+    call_facts = facts(seq_q=512, dtype=torch.float16)
+    perf = PerfView([measured("lib.a", 30.0, call_facts), measured("lib.b", 20.0, call_facts)])
+    assert decide(ours, on=replace(HOPPER, index=1), call_facts=call_facts,
+                  perf=perf) == decide(ours, call_facts=call_facts, perf=perf)
+    assert decide(ours, call_facts=call_facts, perf=perf).kernel == "lib.b"

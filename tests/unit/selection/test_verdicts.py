@@ -75,15 +75,15 @@ def test_the_generated_reader_says_what_the_careful_one_says() -> None:
     ordinary = 0
     for op in here.catalog.ops.values():
         public_function(op)
-        found = dispatchers[op.name]
-        found.ensure_world()
-        if op.read is not None or found.program is None:
+        dispatcher = dispatchers[op.name]
+        dispatcher.ensure_world()
+        if op.read is not None or dispatcher.program is None:
             continue
         for case in op.cases:
             given_values = op.inputs(**case, dtype=torch.float32, device="cpu", seed=1)
             values = {p.name: given_values.get(p.name, p.default) for p in op.params}
-            quick = found.facts_of(*values.values())
+            quick = dispatcher.facts_of(*values.values())
             if quick is not None:
                 ordinary += 1
-                assert quick == read(op, values, found.program.needed), (op.name, case)
+                assert quick == read(op, values, dispatcher.program.needed), (op.name, case)
     assert ordinary > 100

@@ -218,7 +218,7 @@ class TestGenerations:
         assert generation_of_arch("gfx906", (*mine, *GENERATIONS)).name == "vega20"
         assert generation_of_arch("").name == "unknown"
 
-    @pytest.mark.parametrize("rows,said", [
+    @pytest.mark.parametrize("rows,message", [
         ([], "non-empty list"),
         ({"name": "x"}, "non-empty list"),
         ("hopper", "non-empty list"),
@@ -240,10 +240,10 @@ class TestGenerations:
         ([{"name": "a", "sm_first": 80, "sm_last": 90},
           {"name": "b", "sm_first": 90, "sm_last": 99}], "overlap"),
     ])
-    def test_bad_rows_are_refused(self, rows, said):
+    def test_bad_rows_are_refused(self, rows, message):
         with pytest.raises((DataError, SpecError)) as e:
             table_from_json(rows)
-        assert said in str(e.value)
+        assert message in str(e.value)
 
 
 class TestDevice:
@@ -255,7 +255,7 @@ class TestDevice:
         assert device.facts().keys() == DEVICE_FACTS
         hash(device)
 
-    @pytest.mark.parametrize("changes,said", [
+    @pytest.mark.parametrize("changes,message", [
         ({"type": "tpu"}, "type must be one of cpu, cuda"),
         ({"vendor": "3dfx"}, "vendor must be one of nvidia"),
         ({"name": " "}, "a cuda device needs a name"),
@@ -272,10 +272,10 @@ class TestDevice:
         ({"supports_bf16": 1}, "supports_bf16 must be of type bool"),
         ({"total_memory": -5}, "total_memory must be >= 0"),
     ])
-    def test_bad_data_is_refused(self, changes, said):
+    def test_bad_data_is_refused(self, changes, message):
         with pytest.raises(SpecError) as e:
             dataclasses.replace(H200, **changes)
-        assert said in str(e.value)
+        assert message in str(e.value)
 
     def test_bad_cpu_is_refused(self):
         with pytest.raises(SpecError, match="got mmx"):
@@ -283,16 +283,16 @@ class TestDevice:
         with pytest.raises(SpecError, match="'hopper' for cpu"):
             dataclasses.replace(EPYC_CPU, gpu_generation="hopper")
 
-    @pytest.mark.parametrize("data,said", [
+    @pytest.mark.parametrize("data,message", [
         ({"type": "cpu"}, "missing: index, name, vendor;"),
         ({**H200.to_json(), "warp": 32}, "unknown: warp;"),
         ({**H200.to_json(), "isa": "avx2"}, "isa: wanted a list of text, got 'avx2'"),
         (None, "device: wanted an object"),
         ([], "device: wanted an object")])
-    def test_bad_json_is_refused(self, data, said):
+    def test_bad_json_is_refused(self, data, message):
         with pytest.raises(DataError) as e:
             Device.from_json(data)
-        assert said in str(e.value)
+        assert message in str(e.value)
 
     def test_signature_follows_what_measurements_depend_on(self):
         for same in ({"index": 3}, {"total_memory": 1}):
@@ -476,15 +476,15 @@ class TestThisMachine:
         assert second is not first
         assert second == first
 
-    @pytest.mark.parametrize("kind,index,said", [
+    @pytest.mark.parametrize("kind,index,message", [
         ("tpu", 0, "must be one of cpu, cuda, xpu, hpu, mps, got 'tpu'"),
         ("cuda:0", 0, "got 'cuda:0'"),
         ("cpu", 1, "cpu:1 does not exist"),
         ("cpu", -1, "cpu:-1 does not exist")])
-    def test_a_device_that_cannot_be(self, kind, index, said):
+    def test_a_device_that_cannot_be(self, kind, index, message):
         with pytest.raises(ConfigError) as e:
             hardware.probe(kind, index)
-        assert said in str(e.value)
+        assert message in str(e.value)
 
     def test_a_missing_backend_says_what_is_there_instead(self):
         missing = [kind for kind in ("cuda", "xpu", "hpu", "mps") if kind not in hardware.present()]

@@ -51,7 +51,7 @@ def test_every_library_is_known_by_its_names_on_the_package_index_and_in_python(
             assert names_kernel(kernel.package.partition(".")[0], kernel.id), kernel.package
 
 
-@pytest.mark.parametrize(("name", "op", "said"), [
+@pytest.mark.parametrize(("name", "op", "message"), [
     ("flash_atn", "*", "no kernel is called 'flash_atn'; did you mean 'flash_attn'?"),
     ("flash_atn.*", "*", "no kernel is called 'flash_atn'; did you mean 'flash_attn'?"),
     ("sdpa_math", "attention",
@@ -62,8 +62,8 @@ def test_every_library_is_known_by_its_names_on_the_package_index_and_in_python(
     ("liger", "attention", "is called 'liger', only of lz.rms_norm; there are kernels of "
                            "flash_attn, torch: lz list attention shows them"),
     ("zzz", "*", "no kernel is called 'zzz'; there are kernels of flash_attn, ipex, liger, torch")])
-def test_a_wrong_name_is_told_what_is_near(name, op, said):
-    assert said in unknown_kernel(name, KERNELS, op)
+def test_a_wrong_name_is_told_what_is_near(name, op, message):
+    assert message in unknown_kernel(name, KERNELS, op)
     with pytest.raises(ConfigError, match=r"^--kernel: no kernel"):
         find_kernels(name, KERNELS, op, "--kernel")
 

@@ -156,15 +156,15 @@ def test_no_message_names_a_fact_that_no_caller_gives():
     internal = {name for op, _ in every_rule() for name in op.derived} - {
         "batch", "hidden", "head_dim", "seq_q", "seq_k", "group", "elements"}
     assert {"group_rest", "head_dim_gap", "causal_offset"} <= internal
-    told = set()
+    messages = set()
     for op, rule in every_rule():
         for reason in op.reasons((rule,), Sizes(broken(rule))):
             words = set(re.findall(r"[\w.]+", reason.message))
             assert not words & internal, reason.message
             assert not re.search(r"\w\.(stride_last|contiguous|alignment)\b", reason.message)
             assert reason.message.strip() and "{" not in reason.message
-            told.add(reason.message)
-    assert len(told) > 300
+            messages.add(reason.message)
+    assert len(messages) > 300
 
 
 def test_every_derived_fact_that_a_rule_reads_has_words():
@@ -176,7 +176,7 @@ def test_every_derived_fact_that_a_rule_reads_has_words():
                 assert declared or plain or leaf.fact == "head_dim", (op.name, leaf.fact)
 
 
-@pytest.mark.parametrize(("call", "said"), [
+@pytest.mark.parametrize(("call", "message"), [
     (lambda: lz.attention(rand(1, 8, 4, 16), rand(1, 3, 4, 16), rand(1, 3, 4, 16)),
      "the number of query heads must be a multiple of that of the KV heads, got 8 query heads, "
      "3 KV heads [HEADS_NOT_DIVISIBLE]\n  hint: pass a key and value whose number of heads"),
@@ -186,10 +186,10 @@ def test_every_derived_fact_that_a_rule_reads_has_words():
      "the same number of heads, got 8 query heads, 4 KV heads"),
     (lambda: lz.speculative_verify(torch.zeros(1, 2, dtype=torch.int64), None, rand(1, 2, 9)),
      "target_probs must have one position more than there are draft tokens, got 2 positions")])
-def test_a_mistake_is_told_in_terms_of_what_was_given(call, said):
+def test_a_mistake_is_told_in_terms_of_what_was_given(call, message):
     with pytest.raises(InvalidCall) as caught:
         call()
-    assert said in str(caught.value) and "\n  hint: " in str(caught.value)
+    assert message in str(caught.value) and "\n  hint: " in str(caught.value)
 
 
 def test_a_condition_and_alternatives_are_told():

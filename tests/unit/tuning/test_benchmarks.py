@@ -79,9 +79,9 @@ def test_misses_are_split_and_counted(report):
     shipped, enough = misses[0], misses[-1]
     assert enough["viable"] >= 20, "copies should fill up what the machine lacks"
     assert enough["kernels"] - shipped["kernels"] == enough["viable"] - shipped["viable"]
-    for found in misses:
-        assert found["keys"] > 1
-        assert {"first", "whole", "facts", "select", "bind"} == found["us"].keys()
+    for miss in misses:
+        assert miss["keys"] > 1
+        assert {"first", "whole", "facts", "select", "bind"} == miss["us"].keys()
 
 
 def test_threads_are_measured(report):

@@ -67,14 +67,14 @@ def row(kernel: str, rows: int, place: str, us: float, environment: str = "") ->
 def store(tmp_path):
     """Two machines of one model, and one of another."""
     one, other = "aaaa-2t", "bbbb"
-    with SqliteStore(tmp_path / "p.sqlite") as found:
-        found.put([row("lib.a", 1, one, 1.0), row("lib.b", 1, one, 2.0)],
-                  {"node": "n1", "machine": "x", "device": {"name": "Xeon"}})
-        found.put([row("lib.a", 8, one, 5.0), row("lib.b", 8, one, 4.0)],
-                  {"node": "n2", "machine": "y", "device": {"name": "Xeon"}})
-        found.put([row("lib.a", 1, other, 3.0), row("lib.b", 1, other, 2.0)],
-                  {"machine": "z", "device": {"name": "H200"}})
-        yield found
+    with SqliteStore(tmp_path / "p.sqlite") as opened:
+        opened.put([row("lib.a", 1, one, 1.0), row("lib.b", 1, one, 2.0)],
+                   {"node": "n1", "machine": "x", "device": {"name": "Xeon"}})
+        opened.put([row("lib.a", 8, one, 5.0), row("lib.b", 8, one, 4.0)],
+                   {"node": "n2", "machine": "y", "device": {"name": "Xeon"}})
+        opened.put([row("lib.a", 1, other, 3.0), row("lib.b", 1, other, 2.0)],
+                   {"machine": "z", "device": {"name": "H200"}})
+        yield opened
 
 
 def test_machines_of_one_model_are_one_place_and_two_places_are_compared(store):
@@ -82,8 +82,8 @@ def test_machines_of_one_model_are_one_place_and_two_places_are_compared(store):
     assert [(p.place, p.device, p.threads, p.machines, p.measurements) for p in known] == [
         ("aaaa-2t", "Xeon", 2, ("n1", "n2"), 4), ("bbbb", "H200", 0, ("z",), 2)]
     assert {find_place(name, known).place for name in ("n1", "n2", "Xeon", "aaaa")} == {"aaaa-2t"}
-    found = compare_places(store, "n1", "H200")
-    assert [(d.calls, d.a, d.b, d.verdict) for d in found] == [
+    comparison = compare_places(store, "n1", "H200")
+    assert [(d.calls, d.a, d.b, d.verdict) for d in comparison] == [
         ("float32 rows=1", "lib.a", "lib.b", "different"),
         ("float32 rows=8", "lib.b", "", "only in A")]
     assert all(d.verdict == "same" for d in compare_places(store, "n1", "n2"))

@@ -198,7 +198,7 @@ def test_every_round_gives_each_its_turn_in_changing_order():
     turns = [tuple(watch.ran[i:i + 3]) for i in range(0, 60, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 3
-    assert {len(found) for found in race.timings.rounds.values()} == {20}
+    assert {len(samples) for samples in race.timings.rounds.values()} == {20}
 
 
 def test_who_is_dropped_keeps_what_was_measured():

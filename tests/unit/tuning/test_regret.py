@@ -9,10 +9,9 @@ import random
 
 import pytest
 import torch
-from helpers import Fake, only, register
+from helpers import Fake, allow_only, register, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.files.calls import write_calls
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.tuning import regret as regrets
@@ -29,7 +28,7 @@ from layerzero.tuning.regret import (
 NORM = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, count=3, name="here")
 
 
-def noisy(us: float, seed: int, rounds: int = 40, noise: float = 0.2) -> list[float]:
+def noisy_times(us: float, seed: int, rounds: int = 40, noise: float = 0.2) -> list[float]:
     chance = random.Random(seed)
     return [us * (1 + chance.uniform(-noise, noise)) for _ in range(rounds)]
 
@@ -61,7 +60,7 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
     it is not."""
     honest, naive = [], []
     for trial in range(30):
-        rounds = {f"k{i}": noisy(10.0, 100 * trial + i) for i in range(20)}
+        rounds = {f"k{i}": noisy_times(10.0, 100 * trial + i) for i in range(20)}
         honest.append(regret(rounds, "k0"))
         naive.append(ratio(rounds, "k0", fastest(rounds, "k0")) - 1.0)
     assert sorted(naive)[15] > 0.05
@@ -69,8 +68,9 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
 
 
 def test_a_true_difference_survives_the_noise():
-    found = [regret({"a": noisy(15.0, 2 * t), "b": noisy(10.0, 2 * t + 1)}, "a") for t in range(20)]
-    assert 0.4 < sorted(found)[10] < 0.6
+    regrets = [regret({"a": noisy_times(15.0, 2 * t), "b": noisy_times(10.0, 2 * t + 1)},
+                      "a") for t in range(20)]
+    assert 0.4 < sorted(regrets)[10] < 0.6
 
 
 def test_of_equals_the_chosen_one_wins():
@@ -78,13 +78,13 @@ def test_of_equals_the_chosen_one_wins():
     assert fastest({"a": [1.0] * 4, "b": [1.0] * 4}, "b") == "b"
 
 
-@pytest.mark.parametrize(("share", "weights", "found"), [
+@pytest.mark.parametrize(("share", "weights", "expected"), [
     (0.5, None, 2.0), (0.95, None, 4.0), (0.25, None, 1.0), (0.5, [1, 1, 1, 97], 4.0),
     (0.5, [97, 1, 1, 1], 1.0), (1.0, None, 4.0),
 ])
-def test_quantiles(share, weights, found):
+def test_quantiles(share, weights, expected):
     assert quantile([3.0, 1.0, 4.0, 2.0], share, weights
-                    and [weights[2], weights[0], weights[3], weights[1]]) == found
+                    and [weights[2], weights[0], weights[3], weights[1]]) == expected
 
 
 def test_a_report_sums_up():
@@ -152,11 +152,11 @@ def test_a_bad_choice_is_found(world):
     dear, cheap = Fake("fake.dear", prior=1e7), Fake("fake.cheap", prior=1e6)
     register(dear, cheap)
     report = replay(NORM, Costs({dear: 30.0, cheap: 10.0}))
-    (found,) = report.rows
-    assert (found.chosen, found.best, found.default) == ("fake.dear", "fake.cheap",
-                                                         "torch.rms_norm")
-    assert found.regret == pytest.approx(2.0) and found.gain == pytest.approx(50 / 30)
-    assert report.problems() and found.call is NORM
+    (row,) = report.rows
+    assert (row.chosen, row.best, row.default) == ("fake.dear", "fake.cheap",
+                                                   "torch.rms_norm")
+    assert row.regret == pytest.approx(2.0) and row.gain == pytest.approx(50 / 30)
+    assert report.problems() and row.call is NORM
 
 
 def test_a_good_choice_has_no_regret(world):
@@ -170,9 +170,9 @@ def test_a_good_choice_has_no_regret(world):
 def test_those_far_behind_take_no_further_part_but_the_default_does(world):
     good, lame = Fake("fake.good"), Fake("fake.lame", prior=1e5)
     register(good, lame)
-    (found,) = replay(NORM, Costs({good: 1.0, lame: 100.0})).rows
-    assert found.far_slower["fake.lame"] == 100.0 and "fake.lame" not in found.rounds
-    assert found.gain == pytest.approx(50.0)
+    (row,) = replay(NORM, Costs({good: 1.0, lame: 100.0})).rows
+    assert row.far_slower["fake.lame"] == 100.0 and "fake.lame" not in row.rounds
+    assert row.gain == pytest.approx(50.0)
     assert lame.calls < good.calls
 
 
@@ -180,8 +180,8 @@ def test_a_kernel_that_fails_is_left_out_and_named(world):
     good, broken = Fake("fake.good"), Fake("fake.broken", prior=1e5,
                                            fault=RuntimeError("out of order"))
     register(good, broken)
-    (found,) = replay(NORM, Costs({good: 10.0, broken: 1.0})).rows
-    assert found.best == "fake.good" and "out of order" in found.failed["fake.broken"]
+    (row,) = replay(NORM, Costs({good: 10.0, broken: 1.0})).rows
+    assert row.best == "fake.good" and "out of order" in row.failed["fake.broken"]
 
 
 def test_a_chosen_kernel_that_fails_is_not_hidden(world):
@@ -197,7 +197,7 @@ def test_what_cannot_be_replayed_is_skipped_with_its_reason(world):
     report = regrets.replay([wrong, NORM], seconds=0.0, watch=Costs({}))
     assert (len(report.rows) == 1 and report.skipped[0].call is wrong
             and "weight" in report.skipped[0].why)
-    only("fake.nobody")
+    allow_only("fake.nobody")
     assert "NoKernelFoundError" in replay(NORM, Costs({})).skipped[0].why
 
 
@@ -213,8 +213,8 @@ def test_gradients_are_timed_both_ways(world):
     fake = Fake("fake.grad", before=lambda: seen.append(torch.is_grad_enabled()))
     register(fake)
     call = Call("rms_norm", NORM.arguments, grad=True)
-    (found,) = replay(call, Costs({fake: 10.0})).rows
-    assert found.chosen == "fake.grad" and all(seen) and seen
+    (row,) = replay(call, Costs({fake: 10.0})).rows
+    assert row.chosen == "fake.grad" and all(seen) and seen
     seen.clear()
     replay(NORM, Costs({fake: 10.0}))
     assert seen and not any(seen)
@@ -222,22 +222,16 @@ def test_gradients_are_timed_both_ways(world):
 
 def test_an_unusual_call_is_replayed_as_what_is_served(world):
     flat = TensorSpec((2, 8, 16), "float32")
-    (found,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)),
-                      Costs({})).rows
-    assert "batch=1 heads=2" in found.label and found.default == "torch.sdpa"
+    (row,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)),
+                    Costs({})).rows
+    assert "batch=1 heads=2" in row.label and row.default == "torch.sdpa"
 
 
 # the command
 
 @pytest.fixture
 def run(capsys, world):
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(["regret", *words, "--device", "cpu", "--seconds-per-call", "0"])
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, "regret", *words, "--device", "cpu", "--seconds-per-call", "0")
 
 
 @pytest.fixture
@@ -270,10 +264,10 @@ def test_the_command_knows_models_and_operations(run):
     assert code == 0 and json.loads(out)["calls"] > 8
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("rms_norm", "--model", "gpt2"), "takes one of"), (("--calls", "nowhere.jsonl"), "lz record"),
     (("--model", "gpt-2"), "did you mean 'gpt2'"),
 ])
-def test_a_wrong_question_is_one_message(run, words, said):
+def test_a_wrong_question_is_one_message(run, words, message):
     code, _, err = run(*words)
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err

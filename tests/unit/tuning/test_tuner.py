@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ATTENTION, Fake, only, register
+from helpers import ATTENTION, Fake, allow_only, register
 
 import layerzero as lz
 from layerzero import cli
@@ -77,18 +77,18 @@ def script(world, monkeypatch):
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
-    found = Script()
-    monkeypatch.setattr(tuner, "stopwatch", lambda device, mode, cold: found)
-    return found
+    scripted = Script()
+    monkeypatch.setattr(tuner, "stopwatch", lambda device, mode, cold: scripted)
+    return scripted
 
 
 def serve(*fakes: Fake) -> None:
     register(*fakes)
-    only(*(fake.id for fake in fakes))
+    allow_only(*(fake.id for fake in fakes))
     lz.configure(perfdb="off")
 
 
-def explained(n: int = 8, hidden: int = 32):
+def explain_norm(n: int = 8, hidden: int = 32):
     return lz.explain("rms_norm", torch.ones(n, hidden))
 
 
@@ -98,25 +98,25 @@ def test_the_measured_best_is_chosen_from_then_on(script):
     praised, humble = script.fake("fake.praised", 90.0,
                                   prior=50.0), script.fake("fake.humble", 40.0)
     serve(praised, humble)
-    assert explained().kernel == "fake.praised"
+    assert explain_norm().kernel == "fake.praised"
     report = tune([norm()])
-    found = report.tuned[0]
-    assert (found.best, found.chosen, found.before, found.sure, found.tied) == (
+    tuned = report.tuned[0]
+    assert (tuned.best, tuned.chosen, tuned.before, tuned.sure, tuned.tied) == (
         "fake.humble", "fake.humble", "fake.praised", 1.0, ())
-    plan = explained()
+    plan = explain_norm()
     assert plan.kernel == "fake.humble" and {s.score.source for s in plan.steps} == {"measured"}
-    assert [k.kernel for k in found.kernels] == ["fake.humble", "fake.praised"]
+    assert [k.kernel for k in tuned.kernels] == ["fake.humble", "fake.praised"]
 
 
 def test_of_two_that_run_the_same_torch_functions_the_default_stays(script):
     serve(script.fake("torch.usual", 20.0, baseline=True, prior=1.0),
           script.fake("torch.entry", 10.0, prior=50.0))
-    found = tune([norm()]).tuned[0]
-    assert (found.best, found.chosen, found.tied) == ("torch.usual", "torch.usual",
+    tuned = tune([norm()]).tuned[0]
+    assert (tuned.best, tuned.chosen, tuned.tied) == ("torch.usual", "torch.usual",
                                                       ("torch.entry",))
-    assert {k.kernel: k.summary.median for k in found.kernels} == {"torch.usual": 20.0,
+    assert {k.kernel: k.summary.median for k in tuned.kernels} == {"torch.usual": 20.0,
                                                                    "torch.entry": 20.0}
-    assert explained().kernel == "torch.usual"
+    assert explain_norm().kernel == "torch.usual"
 
 
 def test_a_kernel_whose_work_torch_does_not_see_is_not_called_the_same(script):
@@ -140,26 +140,26 @@ def test_real_times_decide_the_same_way(world):
     slow, quick = Fake("fake.slow", before=lambda: time.sleep(0.02),
                        prior=50.0), Fake("fake.quick", prior=1.0)
     serve(slow, quick)
-    found = tune([norm()], rounds=10).tuned[0]
-    assert (found.best, found.chosen) == ("fake.quick", "fake.quick") == (explained().kernel,
-                                                                          found.best)
-    assert found.winner.summary.samples == 10
+    tuned = tune([norm()], rounds=10).tuned[0]
+    assert (tuned.best, tuned.chosen) == ("fake.quick", "fake.quick") == (explain_norm().kernel,
+                                                                          tuned.best)
+    assert tuned.winner.summary.samples == 10
 
 
 def test_noise_that_all_share_does_not_hide_who_is_faster(script):
     noise = [1.0, 5.0, 2.0, 9.0, 1.5, 3.0, 7.0, 1.0, 4.0, 6.0] * 10
     serve(script.fake("fake.a", *(130 * n for n in [1, 1, *noise]), prior=50.0),
           script.fake("fake.b", *(100 * n for n in [1, 1, *noise])))
-    found = tune([norm()]).tuned[0]
-    assert ((found.best, found.chosen, found.sure) == ("fake.b", "fake.b", 1.0)
-            and explained().kernel == "fake.b")
+    tuned = tune([norm()]).tuned[0]
+    assert ((tuned.best, tuned.chosen, tuned.sure) == ("fake.b", "fake.b", 1.0)
+            and explain_norm().kernel == "fake.b")
 
 
 def test_noise_in_a_kernel_that_is_far_behind_does_not_bring_it_back(script):
     serve(script.fake("fake.noisy", 900.0, 900.0, 900.0, 90_000.0, 5000.0, prior=100.0),
           script.fake("fake.b", 100.0))
-    found = tune([norm()]).tuned[0]
-    assert found.chosen == explained().kernel == "fake.b"
+    tuned = tune([norm()]).tuned[0]
+    assert tuned.chosen == explain_norm().kernel == "fake.b"
 
 
 def test_a_quiet_spread_is_written_down_as_it_is(script):
@@ -176,22 +176,22 @@ def test_what_cannot_be_told_apart_is_a_tie_and_stays_one_choice(script):
         wobble = [1.0, 1.003, 0.996, 1.001, 0.999, 1.004] * 12
         script.us = {"fake.first": [first * w for w in wobble],
                      "fake.second": [second * w for w in reversed(wobble)]}
-        found = tune([norm()], again=True).tuned[0]
-        assert (found.best, found.tied, found.chosen) == ("fake.second", ("fake.first",),
+        tuned = tune([norm()], again=True).tuned[0]
+        assert (tuned.best, tuned.tied, tuned.chosen) == ("fake.second", ("fake.first",),
                                                           "fake.second")
-        assert found.certainty == "tie with fake.first"
-        assert len({(m.median_us, m.spread, m.samples) for m in found.measurements}) == 1
-        assert explained().kernel == "fake.second"
+        assert tuned.certainty == "tie with fake.first"
+        assert len({(m.median_us, m.spread, m.samples) for m in tuned.measurements}) == 1
+        assert explain_norm().kernel == "fake.second"
 
 
 def test_the_gain_is_over_the_baseline_and_the_roofline_is_the_device_s(script):
     serve(script.fake("fake.torch", 30.0, baseline=True), script.fake("fake.own", 10.0))
-    found = tune([norm(8, 32)]).tuned[0]
-    assert found.baseline == "fake.torch" and found.gain.median == pytest.approx(3.0)
-    assert (found.flops, found.bytes) == (4 * 8 * 32, 2 * 4 * 8 * 32)
-    assert found.roofline == pytest.approx(ROOF.roofline_us(found.flops, found.bytes) / 10.0)
-    data = found.to_json()
-    assert data["flops_per_s"] == pytest.approx(found.flops / 10.0 * 1e6)
+    tuned = tune([norm(8, 32)]).tuned[0]
+    assert tuned.baseline == "fake.torch" and tuned.gain.median == pytest.approx(3.0)
+    assert (tuned.flops, tuned.bytes) == (4 * 8 * 32, 2 * 4 * 8 * 32)
+    assert tuned.roofline == pytest.approx(ROOF.roofline_us(tuned.flops, tuned.bytes) / 10.0)
+    data = tuned.to_json()
+    assert data["flops_per_s"] == pytest.approx(tuned.flops / 10.0 * 1e6)
     json.dumps(data)
 
 
@@ -199,10 +199,10 @@ def test_a_kernel_that_needs_a_copy_is_charged_for_it_in_the_verdict(script):
     copying = script.fake("fake.copying", 10.0, requires=(contiguous("x"),))
     serve(copying, script.fake("fake.plain", 11.0))
     strided = Call("rms_norm", {"x": TensorSpec((4096, 512), "float32", strides=(1024, 1))})
-    found = tune([strided]).tuned[0]
+    tuned = tune([strided]).tuned[0]
     # 16 MiB to move take longer than 1 us
-    assert found.best == found.chosen == "fake.plain"
-    assert next(k for k in found.kernels if k.kernel == "fake.copying").summary.median == 10.0
+    assert tuned.best == tuned.chosen == "fake.plain"
+    assert next(k for k in tuned.kernels if k.kernel == "fake.copying").summary.median == 10.0
 
 
 # what is timed
@@ -221,8 +221,8 @@ def test_a_copy_is_contiguous_in_the_layout_that_the_kernel_sees(script):
     bshd = script.fake("fake.bshd", 10.0, op=ATTENTION, variants=("bshd",),
                        requires=(contiguous("query"),))
     serve(bshd)
-    found = tune([attention(2, 4, 16, 8)]).tuned[0]
-    assert found.best == "fake.bshd" and found.tied == ()
+    tuned = tune([attention(2, 4, 16, 8)]).tuned[0]
+    assert tuned.best == "fake.bshd" and tuned.tied == ()
     assert bshd.got["query"].shape == (2, 16, 4, 8) and bshd.got["query"].is_contiguous()
     plan = lz.explain("attention", *(torch.ones(2, 4, 16, 8) for _ in range(3)))
     query = torch.randn(2, 4, 16, 8)
@@ -244,27 +244,27 @@ def test_a_gradient_is_timed_with_its_way_back(script):
     fake = script.fake("fake.one", 10.0)
     serve(fake)
     weighted = {"x": TensorSpec((8, 32), "float32"), "weight": TensorSpec((32,), "float32")}
-    found = tune([Call("rms_norm", weighted, grad=True)]).tuned[0]
-    assert "grad" in found.family and found.roofline is None
+    tuned = tune([Call("rms_norm", weighted, grad=True)]).tuned[0]
+    assert "grad" in tuned.family and tuned.roofline is None
     assert fake.got["x"].requires_grad and fake.got["weight"].requires_grad
-    assert found.measurements[0].bucket != tune([norm()]).tuned[0].measurements[0].bucket
+    assert tuned.measurements[0].bucket != tune([norm()]).tuned[0].measurements[0].bucket
 
 
 def test_who_is_far_behind_is_timed_a_little_and_measured_all_the_same(script):
     serve(script.fake("fake.best", 10.0, prior=3.0), script.fake("fake.fair", 12.0, prior=2.5),
           script.fake("fake.slow", 40.0, prior=2.0), script.fake("fake.awful", 5000.0))
-    found = {k.kernel: k for k in tune([norm()]).tuned[0].kernels}
-    assert {k for k, timed in found.items() if timed.dropped} == {"fake.slow", "fake.awful"}
-    assert (found["fake.slow"].summary.samples,
-            found["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
-    assert found["fake.best"].summary.samples >= MIN_ROUNDS
-    assert {s.score.source for s in explained().steps} == {"measured"}
+    tuned = {k.kernel: k for k in tune([norm()]).tuned[0].kernels}
+    assert {k for k, timed in tuned.items() if timed.dropped} == {"fake.slow", "fake.awful"}
+    assert (tuned["fake.slow"].summary.samples,
+            tuned["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
+    assert tuned["fake.best"].summary.samples >= MIN_ROUNDS
+    assert {s.score.source for s in explain_norm().steps} == {"measured"}
 
 
 def test_one_unlucky_call_does_not_make_a_kernel_hopeless(script):
     serve(script.fake("fake.a", 20.0, prior=2.0), script.fake("fake.b", 9000.0, 9000.0, 10.0))
-    found = tune([norm()]).tuned[0]
-    assert found.best == "fake.b" and not found.winner.dropped
+    tuned = tune([norm()]).tuned[0]
+    assert tuned.best == "fake.b" and not tuned.winner.dropped
 
 
 def test_rounds_go_on_until_it_is_settled():
@@ -278,8 +278,8 @@ def test_rounds_go_on_until_it_is_settled():
 def test_a_clock_that_repeats_itself_better_tells_nearer_times_apart(script, margin, tied):
     script.margin = margin
     serve(script.fake("fake.a", 100.0), script.fake("fake.b", 101.5))
-    found = tune([norm()]).tuned[0]
-    assert (found.best, found.tied) == ("fake.a", tied)
+    tuned = tune([norm()]).tuned[0]
+    assert (tuned.best, tuned.tied) == ("fake.a", tied)
 
 
 def test_hopeless_means_every_sample_against_every_sample():
@@ -292,11 +292,11 @@ def test_hopeless_means_every_sample_against_every_sample():
 def test_a_kernel_that_throws_is_reported_and_the_others_decide(script):
     broken = script.fake("fake.broken", 1.0, prior=9.0, fault=ValueError("not today"))
     serve(broken, script.fake("fake.one", 10.0))
-    found = tune([norm()]).tuned[0]
-    assert found.best == "fake.one" and found.failed["fake.broken"].code is Code.KERNEL_FAILED
-    assert "not today" in found.failed["fake.broken"].message
+    tuned = tune([norm()]).tuned[0]
+    assert tuned.best == "fake.one" and tuned.failed["fake.broken"].code is Code.KERNEL_FAILED
+    assert "not today" in tuned.failed["fake.broken"].message
     assert not worlds.current().health
-    assert [m.kernel for m in found.measurements] == ["fake.one"]
+    assert [m.kernel for m in tuned.measurements] == ["fake.one"]
 
 
 @pytest.mark.parametrize("good_calls", [1, 2, 5])
@@ -312,10 +312,10 @@ def test_a_kernel_may_also_throw_later(script, good_calls, us):
             raise ValueError("not any more")
 
     late.before = before
-    found = tune([norm()]).tuned[0]
+    tuned = tune([norm()]).tuned[0]
     gone = us > 1000 and good_calls == 5       # it had left before
-    assert ("fake.late" in found.failed) != gone and found.best == "fake.one"
-    assert ("fake.late" in {m.kernel for m in found.measurements}) == gone
+    assert ("fake.late" in tuned.failed) != gone and tuned.best == "fake.one"
+    assert ("fake.late" in {m.kernel for m in tuned.measurements}) == gone
 
 
 def test_out_of_memory_is_told_as_that(script):
@@ -336,8 +336,8 @@ def test_a_library_that_does_not_load_is_reported(script):
 
     serve(script.fake("fake.one", 10.0))
     lz.register(lz.Kernel("fake.absent", lz.op("rms_norm"), load, prior=9.0, less_work="a test"))
-    found = tune([norm()]).tuned[0]
-    assert found.best == "fake.one" and "no such library" in found.failed["fake.absent"].message
+    tuned = tune([norm()]).tuned[0]
+    assert tuned.best == "fake.one" and "no such library" in tuned.failed["fake.absent"].message
 
 
 def test_a_lost_device_ends_tuning_and_keeps_what_was_found(script):
@@ -361,30 +361,30 @@ def test_without_a_certificate_nothing_is_timed_where_policy_demands_one(script)
     serve(trusted, stranger)
     lz.configure(require_certificates=True)
     worlds.publish(lambda w: w.replace(certified=frozenset({"fake.trusted"})), "certified")
-    found = tune([norm()]).tuned[0]
-    assert [k.kernel for k in found.kernels] == ["fake.trusted"] and stranger.calls == 0
-    assert Code.UNCERTIFIED in [r.code for x in found.rejected if x.kernel == "fake.stranger"
+    tuned = tune([norm()]).tuned[0]
+    assert [k.kernel for k in tuned.kernels] == ["fake.trusted"] and stranger.calls == 0
+    assert Code.UNCERTIFIED in [r.code for x in tuned.rejected if x.kernel == "fake.stranger"
                                 for r in x.reasons]
 
 
 def test_what_policy_denies_is_not_timed(script):
     denied = script.fake("fake.denied", 1.0)
     register(denied, script.fake("fake.one", 10.0))
-    only("fake.one")
+    allow_only("fake.one")
     assert tune([norm()]).tuned[0].best == "fake.one" and denied.calls == 0
 
 
 def test_what_compiles_is_compiled_first_and_is_warm_afterwards(script):
     jit, plain = script.fake("fake.jit", 5.0, jit=True), script.fake("fake.plain", 10.0)
     serve(jit, plain)
-    assert explained().why_not("fake.jit")[0].code is Code.JIT_NOT_WARMED
+    assert explain_norm().why_not("fake.jit")[0].code is Code.JIT_NOT_WARMED
     look, first = jit.before, [True]
     jit.before = lambda: (look(), time.sleep(0.05) if first and first.pop() else None)
-    found = tune([norm()]).tuned[0]
-    rows = {m.kernel: m for m in found.measurements}
+    tuned = tune([norm()]).tuned[0]
+    rows = {m.kernel: m for m in tuned.measurements}
     assert (rows["fake.jit"].compile_us > 0 and rows["fake.jit"].median_us == 5.0
             and rows["fake.plain"].compile_us == 0)
-    assert found.chosen == explained().kernel == "fake.jit"
+    assert tuned.chosen == explain_norm().kernel == "fake.jit"
     # for this kind of call, not for others
     assert {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}
     # no call: it would be compiled meanwhile
@@ -480,8 +480,8 @@ def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_
     serve(quick, slow, never)
     report = tune([norm()], seconds=1.0)
     assert (slow.calls, never.calls) == (1, 0)
-    found = report.tuned[0]
-    assert ([k.kernel for k in found.kernels], found.no_time_for) == (["fake.quick"],
+    tuned = report.tuned[0]
+    assert ([k.kernel for k in tuned.kernels], tuned.no_time_for) == (["fake.quick"],
                                                                       ("fake.slow", "fake.never"))
     assert [m.kernel for m in worlds.current().perf] == ["fake.quick"]
     slow.before = mark
@@ -561,9 +561,9 @@ def test_measurements_are_kept_on_disk_for_the_next_process(script, tmp_path):
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
     tune([norm()])
     lz.configure(perfdb="off")
-    assert explained().steps[0].score.source == "less work"
+    assert explain_norm().steps[0].score.source == "less work"
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"))
-    assert explained().steps[0].score.source == "measured"
+    assert explain_norm().steps[0].score.source == "measured"
 
 
 # the command

@@ -139,14 +139,14 @@ def test_many_routed_tokens_are_routed_by_logits():
     assert experts.arguments["top_k"] == 8 and "topk_ids" not in experts.arguments
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
     ({"model": "gpt2", "batch": 0}, "batch must be at least 1"),
     ({"model": "gpt2", "scale": 0}, "scale must be"),
     ({"model": "gpt2", "scale": 2}, "scale must be"),
 ])
-def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
-    with pytest.raises(lz.errors.ConfigError, match=said):
+def test_a_wrong_question_is_answered_with_what_to_do(arguments, message):
+    with pytest.raises(lz.errors.ConfigError, match=message):
         calls_of(arguments.pop("model"), **arguments)
 
 
@@ -162,8 +162,8 @@ def test_a_model_of_ones_own():
 # workloads
 
 def test_calls_of_one_kind_become_one():
-    found = merge([norm(2, name="a"), norm(3, name="b"), norm(4, name="a"), norm(hidden=65)])
-    assert [(c.count, c.name) for c in found] == [(9, "a; b"), (1, "")]
+    calls = merge([norm(2, name="a"), norm(3, name="b"), norm(4, name="a"), norm(hidden=65)])
+    assert [(c.count, c.name) for c in calls] == [(9, "a; b"), (1, "")]
 
 
 def test_sizes_of_one_bucket_are_one_kind_and_layouts_are_not():
@@ -185,9 +185,9 @@ def test_from_a_model():
 
 
 def test_from_the_cases_of_an_op():
-    found = calls_for("rms_norm", dtype="float32")
-    assert 8 < len(found) <= len(lz.op("rms_norm").cases)
-    for call in found:
+    calls = calls_for("rms_norm", dtype="float32")
+    assert 8 < len(calls) <= len(lz.op("rms_norm").cases)
+    for call in calls:
         values = written.make_values(lz.op("rms_norm"), call)
         assert all(t.numel() for t in values.values() if isinstance(t, torch.Tensor))
 
@@ -207,43 +207,43 @@ def test_from_arguments():
                               "is_causal": True}
 
 
-@pytest.mark.parametrize(("source", "arguments", "said"), [
+@pytest.mark.parametrize(("source", "arguments", "message"), [
     ("gpt3", None, "no file, no model and no operation"),
     ("rms_nrm", None, "did you mean 'rms_norm'"),
     ("rms_norm", {"colour": 1}, "no parameter colour"), ("tokenize", None, "cannot be replayed"),
 ])
-def test_a_source_that_is_none(source, arguments, said):
-    with pytest.raises(lz.errors.LayerZeroError, match=said):
+def test_a_source_that_is_none(source, arguments, message):
+    with pytest.raises(lz.errors.LayerZeroError, match=message):
         calls_for(source, arguments=arguments)
 
 
-@pytest.mark.parametrize(("call", "said"), [
+@pytest.mark.parametrize(("call", "message"), [
     (Call("rms_norm", {"y": TensorSpec((2,), "float32")}), "no parameter 'y'"),
     (Call("rms_norm"), "needs x"), (Call("rms_norm", {"x": TensorSpec((2, 2), "float31")}),
                                     "no dtype 'float31'"),
     (Call("rms_norms", {}), "there is no op"),
 ])
-def test_a_call_that_was_written_wrongly_is_named(call, said):
-    with pytest.raises(lz.errors.LayerZeroError, match=said):
+def test_a_call_that_was_written_wrongly_is_named(call, message):
+    with pytest.raises(lz.errors.LayerZeroError, match=message):
         merge([call])
 
 
 def test_the_standard_workload_is_broad_and_small():
-    found = standard()
-    assert len(found) >= 60 and len({kind_key(c) for c in found}) == len(found)
+    calls = standard()
+    assert len(calls) >= 60 and len({kind_key(c) for c in calls}) == len(calls)
     assert {"attention", "rms_norm", "add_rms_norm", "layer_norm", "rope", "mlp", "linear",
             "sample"} <= {
-        c.op for c in found}
-    text = " ".join(c.name for c in found)
+        c.op for c in calls}
+    text = " ".join(c.name for c in calls)
     assert all(model in text for model in ("llama-3-8b", "qwen3", "smollm2", "sdxl", "vit"))
-    dtypes = Counter(v.dtype for c in found for v in [next(iter(c.arguments.values()))])
+    dtypes = Counter(v.dtype for c in calls for v in [next(iter(c.arguments.values()))])
     assert dtypes["float32"] > 30 and dtypes["bfloat16"] > 30
-    attend = of(found, "attention")
+    attend = of(calls, "attention")
     lengths = [(shape(c, "query")[2], shape(c, "key")[2]) for c in attend]
     assert any(q == 1 and k > 1000 for q, k in lengths)                        # decode
     assert any(q == k > 1 and c.arguments.get("is_causal") for (q, k), c in zip(lengths, attend))
     assert any(q != k and q > 1 for q, k in lengths)                           # cross
     assert any("window_left" in c.arguments for c in attend)
-    for call in found:
+    for call in calls:
         assert max(torch.Size(v.shape).numel() for v in call.arguments.values()
                    if isinstance(v, TensorSpec)) < 2 ** 24

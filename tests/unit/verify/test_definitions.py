@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, register
+from helpers import RMS_NORM, Fake, register, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.spec.errors import DataError, RegistrationError
 from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
 from layerzero.verify.trace import constraints, exports, solutions, traces
@@ -51,11 +50,12 @@ def references(tmp_path_factory) -> Iterator[References]:
 
     It trusts the fixtures and what the tests write.
     """
-    with References([FOLDER, tmp_path_factory.getbasetemp()]) as found:
-        yield found
+    with References([FOLDER, tmp_path_factory.getbasetemp()]) as opened:
+        yield opened
 
 
-def made(name: str = "one", reference: str = "def run(x):\n    return x\n", **changes) -> dict:
+def definition_json(name: str = "one", reference: str = "def run(x):\n    return x\n",
+                    **changes) -> dict:
     data = {"name": name, "op_type": "other",
             "axes": {"n": {"type": "var"}, "m": {"type": "const", "value": 4}},
             "inputs": {"x": {"shape": ["n", "m"], "dtype": "float32"}},
@@ -99,7 +99,7 @@ def test_a_definition_comes_back_as_it_was_written(name):
 ])
 def test_a_mistake_is_named_with_its_place(changes, words):
     with pytest.raises(DataError) as e:
-        Definition.from_json(made(**changes))
+        Definition.from_json(definition_json(**changes))
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
@@ -124,7 +124,7 @@ def test_a_folder_is_searched_by_name_and_type_and_says_what_it_lacks(tmp_path):
         find_definitions(tmp_path / "nowhere")
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "one.json").write_text(json.dumps(made()))
+        (tmp_path / folder / "one.json").write_text(json.dumps(definition_json()))
     with pytest.raises(DataError, match="more than one definition is called 'one'"):
         find_definitions(tmp_path)
 
@@ -216,17 +216,18 @@ def test_an_axis_that_is_not_variable_is_refused():
 
 
 def test_an_input_nobody_understands_is_named():
-    data = made(inputs={"flavour": {"shape": ["n"], "dtype": "int32"}})
+    data = definition_json(inputs={"flavour": {"shape": ["n"], "dtype": "int32"}})
     with pytest.raises(DataError,
                        match=r"nothing is known of the input 'flavour' \(int32, axes n\)"):
         generate(Definition.from_json(data))
 
 
 def test_experts_that_share_their_storage_still_differ():
-    data = made(axes={"e": {"type": "const", "value": 40}, "r": {"type": "const", "value": 1024},
-                      "c": {"type": "const", "value": 2048}},
-                inputs={"w": {"shape": ["e", "r", "c"], "dtype": "float32"}},
-                outputs={"y": {"shape": ["e"], "dtype": "float32"}})
+    data = definition_json(axes={"e": {"type": "const", "value": 40},
+                                 "r": {"type": "const", "value": 1024},
+                                 "c": {"type": "const", "value": 2048}},
+                           inputs={"w": {"shape": ["e", "r", "c"], "dtype": "float32"}},
+                           outputs={"y": {"shape": ["e"], "dtype": "float32"}})
     w = generate(Definition.from_json(data))["w"]
     assert tuple(w.shape) == (40, 1024, 2048)
     assert w.untyped_storage().nbytes() < 16 << 20
@@ -294,9 +295,9 @@ def test_shape_dtype_and_what_is_not_finite():
     assert compare("o", x.double(), x, limits).status == "INCORRECT_DTYPE"
     assert not compare("o", torch.tensor([1.0, 5.0, -math.inf]), x, limits).passed
     assert not compare("o", torch.tensor([math.nan, math.inf, -math.inf]), x, limits).passed
-    told = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
-    assert told.passed
-    assert told.metrics.undefined == 1
+    messages = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
+    assert messages.passed
+    assert messages.metrics.undefined == 1
     # integers
     assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]),
                        ElementTolerance(9.0, 9.0)).passed
@@ -368,10 +369,10 @@ def test_an_output_nobody_gives_is_named():
 
 
 def test_readings_start_with_the_likeliest_and_end_with_the_least():
-    found = readings({"a": (1, 2), "b": ("x", "y")})
-    assert found[0] == {"a": 1, "b": "x"}
-    assert found[-1] == {"a": 2, "b": "y"}
-    assert len(found) == 4
+    ordered = readings({"a": (1, 2), "b": ("x", "y")})
+    assert ordered[0] == {"a": 1, "b": "x"}
+    assert ordered[-1] == {"a": 2, "b": "y"}
+    assert len(ordered) == 4
 
 
 def test_the_reference_decides_where_the_text_is_silent(references):
@@ -422,13 +423,13 @@ def test_a_reference_that_is_wrong_is_seen_by_torch(tmp_path, references):
 
 def test_drawn_tokens_are_judged_by_what_the_filters_leave():
     definition = ALL["nucleus_v300"]
-    found, inputs = answer(definition), generate(definition)
-    tokens = found(inputs)["samples"]
-    assert draws.possible(found, inputs, tokens).passed
-    assert draws.frequencies(found, inputs).passed
+    reply, inputs = answer(definition), generate(definition)
+    tokens = reply(inputs)["samples"]
+    assert draws.possible(reply, inputs, tokens).passed
+    assert draws.frequencies(reply, inputs).passed
     wrong = tokens.clone()
     wrong[1] = inputs["probs"][1].argmin()                                  # top_k is 20 there
-    verdict = draws.possible(found, inputs, wrong)
+    verdict = draws.possible(reply, inputs, wrong)
     assert not verdict.passed
     assert verdict.metrics.worst[0].index == (1,)
 
@@ -436,31 +437,33 @@ def test_drawn_tokens_are_judged_by_what_the_filters_leave():
 # references
 
 def run_text(references: References, folder: Path, text: str):
-    return references.run(stored(folder, made(reference=text)), {"x": torch.ones(2, 4)})
+    return references.run(stored(folder, definition_json(reference=text)), {"x": torch.ones(2, 4)})
 
 
 def test_code_of_a_folder_that_is_not_trusted_does_not_run(tmp_path):
     mark = tmp_path / "ran"
-    definition = stored(tmp_path,
-                        made(reference=f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"))
-    with References([FOLDER]) as found:
-        ran = found.run(definition, {"x": torch.ones(2, 4)})
+    code = f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"
+    definition = stored(tmp_path, definition_json(reference=code))
+    with References([FOLDER]) as references:
+        ran = references.run(definition, {"x": torch.ones(2, 4)})
         assert ran.status == "untrusted"
         assert "--trust" in ran.why
         assert not mark.exists()
         # a path that only looks like one inside
         outside = FOLDER / ".." / definition.origin.name
-        assert found.refusal(replace(definition, origin=outside))
-        assert found.refusal(replace(definition, origin=None))
-        report = verify(replace(NORM, origin=definition.origin), found)
+        assert references.refusal(replace(definition, origin=outside))
+        assert references.refusal(replace(definition, origin=None))
+        report = verify(replace(NORM, origin=definition.origin), references)
     # torch's own answer is there all the same
     assert report.passed
     assert "no folder that you trust" in report.absent["reference"]
 
 
 def test_a_reference_has_its_time(tmp_path, references):
-    slow = stored(tmp_path, made(reference="import time\ndef run(x):\n    time.sleep(600)\n"))
-    good = stored(tmp_path, made("two", "def run(x):\n    print('noise')\n    return x + 1\n"))
+    slow = stored(tmp_path,
+                  definition_json(reference="import time\ndef run(x):\n    time.sleep(600)\n"))
+    good = stored(tmp_path,
+                  definition_json("two", "def run(x):\n    print('noise')\n    return x + 1\n"))
     usual = references.timeout_s
     assert references.run(good, {"x": torch.ones(2, 4)}).ok                 # the process is up
     references.timeout_s = 0.5
@@ -491,7 +494,7 @@ def test_a_reference_that_wants_too_much_memory_is_told_apart(tmp_path, referenc
 
 
 def test_inputs_are_given_by_name_whatever_their_order(tmp_path, references):
-    data = made(reference="def run(y, x):\n    return x - y\n", inputs={
+    data = definition_json(reference="def run(y, x):\n    return x - y\n", inputs={
         n: {"shape": ["n", "m"], "dtype": "float32"} for n in ("x", "y")}, outputs={
         "z": {"shape": ["n", "m"], "dtype": "float32"}})
     ran = references.run(stored(tmp_path, data),
@@ -595,26 +598,27 @@ def test_traces_come_back(dataset):
 
 def test_flashinfer_bench_reads_what_we_write(dataset):
     bench = pytest.importorskip("flashinfer_bench.data")
-    found = bench.TraceSet.from_path(str(dataset))
-    assert set(found.definitions) == {"norm_h48_one_plus", "nucleus_v300", "decode_h4_kv2_d16_ps4",
-                                      "rope_pairs_d16_r8"}
-    for name, runs in found.traces.items():
+    trace_set = bench.TraceSet.from_path(str(dataset))
+    assert set(trace_set.definitions) == {"norm_h48_one_plus", "nucleus_v300",
+                                          "decode_h4_kv2_d16_ps4",
+                                          "rope_pairs_d16_r8"}
+    for name, runs in trace_set.traces.items():
         assert all(t.is_successful() for t in runs), name
-        assert found.get_solution(runs[0].solution).definition == name
-    assert found.summary()["passed"] == 4
+        assert trace_set.get_solution(runs[0].solution).definition == name
+    assert trace_set.summary()["passed"] == 4
 
 
 def test_flashinfer_bench_runs_our_solutions(dataset):
     pytest.importorskip("flashinfer_bench")
     from flashinfer_bench.compile.builders.python_builder import PythonBuilder
     from flashinfer_bench.data import TraceSet
-    found = TraceSet.from_path(str(dataset))
+    trace_set = TraceSet.from_path(str(dataset))
     for name in ("norm_h48_one_plus", "rope_pairs_d16_r8"):
-        run = PythonBuilder().build(found.definitions[name], found.solutions[name][0])
+        run = PythonBuilder().build(trace_set.definitions[name], trace_set.solutions[name][0])
         inputs = generate(ALL[name])
-        made = run(*inputs.values())
+        outputs = run(*inputs.values())
         want = answers(ALL[name])[1 if name.startswith("rope") else 0](inputs)
-        first = made[0] if isinstance(made, (tuple, list)) else made
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         assert torch.equal(first, next(iter(want.values())))
 
 
@@ -633,10 +637,10 @@ def test_every_way_to_fail_is_a_trace_of_the_schema(world, references, tmp_path)
 def solution(content: str, folder: Path, style: bool = False, **changes) -> Solution:
     language = changes.pop("language", "python")
     spec = BuildSpec(language, ("cpu",), "main.py::run", destination_passing_style=style)
-    found = Solution("mine", NORM.name, "me", spec, (SourceFile("main.py", content),))
-    found = replace(found, **changes)
+    built = Solution("mine", NORM.name, "me", spec, (SourceFile("main.py", content),))
+    built = replace(built, **changes)
     path = folder / "mine.json"
-    path.write_text(json.dumps(found.to_json()))
+    path.write_text(json.dumps(built.to_json()))
     return Solution.load(path)
 
 
@@ -735,10 +739,8 @@ def test_written_tests_pass_and_can_fail(tmp_path):
 @pytest.fixture
 def run(capsys):
     def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(["verify", "definitions", *map(str, words), "--device", "cpu"])
-        code, told = int(stop.value.code or 0), capsys.readouterr()
-        return code, told.err if code == 2 else told.out
+        code, out, err = run_lz(capsys, "verify", "definitions", *words, "--device", "cpu")
+        return code, err if code == 2 else out
 
     return call
 
@@ -750,9 +752,9 @@ def test_the_command_verifies_by_name_type_and_folder(run, tmp_path):
     assert "equal to reference, torch" in out
     assert (tmp_path / "traces" / "rmsnorm" / f"{NORM.name}.jsonl").exists()
     code, out = run("--op-type", "rmsnorm", "--dir", FOLDER, "--json")
-    found = json.loads(out)
-    assert found["counts"] == {"passed": 2}
-    assert all("no folder that you trust" in r["absent"]["reference"] for r in found["reports"])
+    data = json.loads(out)
+    assert data["counts"] == {"passed": 2}
+    assert all("no folder that you trust" in r["absent"]["reference"] for r in data["reports"])
     code, out = run("--dir", FOLDER / "linear_attention")
     assert code == 0
     assert "unmapped" in out
@@ -781,14 +783,14 @@ def test_the_command_writes_tests_and_names_what_is_wrong(run, tmp_path):
     run("--op-type", "rope", "--dir", FOLDER, "--trust", FOLDER, "--write-tests", tmp_path)
     # as the reference computes
     assert "READING = 1 " in (tmp_path / "cases" / "rope" / "rope_pairs_d16_r8.py").read_text()
-    for words, said in (
+    for words, message in (
             ((NORM.name, "--size", "tiny"), "--size must be one of"),
             ((NORM.name, "nucleus_v30", "--dir", FOLDER), "no definition 'nucleus_v30' among"),
             ((NORM.name, "--op-type", "rope", "--dir", FOLDER), "is of the type 'rope'"),
             (("--op-type", "ropes", "--dir", FOLDER), "did you mean 'rope'?"),
             (("--dir", tmp_path / "empty"), "there is none")):
         code, out = run(*words)
-        assert code == 2 and said in out and len(out.splitlines()) == 1
+        assert code == 2 and message in out and len(out.splitlines()) == 1
 
 
 def test_a_wrong_name_is_named_where_other_json_files_lie(run, tmp_path):
@@ -801,6 +803,6 @@ def test_a_wrong_name_is_named_where_other_json_files_lie(run, tmp_path):
 def test_a_report_is_plain_json(references):
     report = verify(NORM, references)
     assert isinstance(report, DefinitionReport)
-    found = json.loads(json.dumps(report.to_json()))
-    assert found["comparisons"][0]["outputs"]["output"]["hit_ratio"] == 1.0
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["comparisons"][0]["outputs"]["output"]["hit_ratio"] == 1.0
     assert find_workloads(NORM) == ()

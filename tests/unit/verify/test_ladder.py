@@ -36,7 +36,7 @@ OTHER = DecoderConfig(48, 6, 3, layers=3, head_dim=10, inner=100, norm="layer",
                       window=7, tied=True, vocab=131)
 
 
-def climbed(level, config="gqa", dtype="float32", named="", **more):
+def climb_level(level, config="gqa", dtype="float32", named="", **more):
     name, shape = (config, CONFIGS[config]) if isinstance(config, str) else ("other", config)
     [rung] = climb(level, configs=[(name, shape)], dtypes=[dtype], named=named, **more)
     return rung
@@ -53,7 +53,7 @@ def plant(op, run, id="planted.one"):
 @pytest.mark.parametrize("level", (2, 3, 4, 5))
 @pytest.mark.parametrize("config", ("tiny", "gqa", "no_rope", OTHER), ids=str)
 def test_right_kernels_pass(level, config):
-    rung = climbed(level, config, steps=2)
+    rung = climb_level(level, config, steps=2)
     assert rung.passed, rung
     assert rung.rows and rung.kernels and rung.culprit is None
     assert (f"level {level}, " in str(rung) and json.loads(json.dumps(rung.to_json()))["status"]
@@ -62,19 +62,19 @@ def test_right_kernels_pass(level, config):
 
 @pytest.mark.parametrize("config", ("deep", "wide", "medium"))
 def test_the_other_configurations_pass(config):
-    assert climbed(2, config).passed and climbed(4, config).passed
+    assert climb_level(2, config).passed and climb_level(4, config).passed
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("level", (2, 4, 5))
 def test_sixteen_bits_pass_by_twice_the_eager_error(level, dtype):
-    rung = climbed(level, "gqa", dtype, steps=2)
+    rung = climb_level(level, "gqa", dtype, steps=2)
     assert rung.passed, rung
     assert all(row.eager is not None for row in rung.rows if not row.what.startswith("top-1"))
 
 
 def test_level_2_compares_every_buffer_every_gradient_and_every_decoded_token():
-    rung = climbed(2)
+    rung = climb_level(2)
     whole = {row.what for row in rung.tables["forward and backward, separate"]}
     assert {f"0.{stage}" for stage in STAGES} <= whole
     assert {f"grad {n}" for n in ("x", "0.ln1", "0.qkv", "0.out", "0.ln2", "0.in",
@@ -89,13 +89,13 @@ def test_level_2_compares_every_buffer_every_gradient_and_every_decoded_token():
 
 
 def test_level_3_has_one_table_for_each_layer_with_every_stage():
-    rung = climbed(3, "deep")
+    rung = climb_level(3, "deep")
     assert list(rung.tables) == [f"layer {i}" for i in range(6)]
     assert [row.what.partition(".")[2] for row in rung.tables["layer 4"]] == [*STAGES, "mlp_out"]
 
 
 def test_level_4_says_the_likeliest_token_of_every_position():
-    rung = climbed(4)
+    rung = climb_level(4)
     [first, second] = [row for row in rung.rows if row.what == "top-1"]
     assert first.text == second.text == "48 of 48 positions equal"
     each = [row for row in rung.tables["forward"] if row.what.startswith("top-1 at")]
@@ -105,7 +105,7 @@ def test_level_4_says_the_likeliest_token_of_every_position():
 
 
 def test_level_5_follows_the_table_of_drift():
-    rung = climbed(5, "tiny", steps=5)
+    rung = climb_level(5, "tiny", steps=5)
     assert len(rung.tables) == 4               # two optimizers, separate and fused calls
     by_name = {row.what: row for row in rung.tables["5 steps of AdamW, separate"]}
     assert (by_name["layer.0.wq after 1"].allowed == 1e-5
@@ -116,7 +116,7 @@ def test_level_5_follows_the_table_of_drift():
 
 
 def test_beyond_twenty_steps_curves_are_compared():
-    rung = climbed(5, DecoderConfig(16, 2, vocab=32), steps=25)
+    rung = climb_level(5, DecoderConfig(16, 2, vocab=32), steps=25)
     assert rung.passed, rung
     assert ({"loss curve", "trend"} <= {row.what for row in rung.rows}
             and "nearest to its limit" in str(rung))
@@ -144,20 +144,20 @@ def test_the_plain_layer_is_the_one_that_torch_s_own_functions_make():
 # What was asked for.
 
 def test_a_named_library_serves_every_call_it_can():
-    rung = climbed(2, named="reference")
+    rung = climb_level(2, named="reference")
     assert rung.passed and rung.served == sum(rung.kernels.values()) > 50
     assert {kernel.partition(".")[0] for _, kernel in rung.kernels} == {"reference"}
 
 
 def test_a_named_kernel_serves_its_own_operation_only():
-    rung = climbed(4, named="reference.attention")
+    rung = climb_level(4, named="reference.attention")
     assert rung.passed and rung.served == rung.kernels["attention", "reference.attention"] > 0
     assert all((op == "attention") == (kernel == "reference.attention")
                for op, kernel in rung.kernels)
 
 
 def test_where_a_named_kernel_serves_only_some_calls_the_others_are_told():
-    rung = climbed(4, named="torch.sdpa_math")                 # not with the diagonal of a KV cache
+    rung = climb_level(4, named="torch.sdpa_math")     # not with the diagonal of a KV cache
     assert rung.passed and rung.kernels["attention", "torch.sdpa_math"] == rung.served == 2 * 2
     assert ("causal_align" in rung.refused["attention"]
             and "could not serve some of lz.attention" in str(rung))
@@ -165,7 +165,7 @@ def test_where_a_named_kernel_serves_only_some_calls_the_others_are_told():
 
 def test_a_kernel_that_could_not_serve_is_not_called_passed():
     # only with return_lse, which no decoder asks for
-    rung = climbed(4, named="torch.sdpa_flash_lse")
+    rung = climb_level(4, named="torch.sdpa_flash_lse")
     assert rung.status == "not served" and rung.served == 0
     assert "return_lse" in rung.refused["attention"] and "served no call" in rung.problem
 
@@ -174,7 +174,7 @@ def test_a_named_kernel_that_breaks_fails_the_rung():
     def run(x, weight=None, eps=1e-6):
         raise RuntimeError("no luck")
 
-    rung = climbed(4, named=plant("rms_norm", run))
+    rung = climb_level(4, named=plant("rms_norm", run))
     assert rung.status == "failed" and "no luck" in rung.problem and "planted.one" in rung.problem
 
 
@@ -273,7 +273,7 @@ PLANTED = {
 def test_a_planted_kernel_is_found_and_named(what, named):
     level, op, run, stage, kind = PLANTED[what]
     plant(op, run)
-    rung = climbed(level, named=named)
+    rung = climb_level(level, named=named)
     culprit = rung.culprit
     assert rung.status == "failed" and culprit is not None
     assert (culprit.kernel, culprit.op, culprit.stage, culprit.kind) == ("planted.one", op, stage,
@@ -281,20 +281,20 @@ def test_a_planted_kernel_is_found_and_named(what, named):
     assert culprit.worst and culprit.error > culprit.allowed and not culprit.keeps_contract
     assert [s.kernel for s in culprit.swaps if s.fixed] == ["planted.one"]
     assert len(culprit.swaps) >= 4             # every kernel of the run was left out in turn
-    told = str(rung)
-    assert "planted.one" in told and stage in told and kind in told
+    text = str(rung)
+    assert "planted.one" in text and stage in text and kind in text
     assert json.loads(json.dumps(rung.to_json()))["culprit"]["kernel"] == "planted.one"
 
 
 def test_the_window_is_judged_where_a_model_has_one():
     plant("attention", attention(window_left=-1))
-    culprit = climbed(4, replace(CONFIGS["tiny"], window=5)).culprit
+    culprit = climb_level(4, replace(CONFIGS["tiny"], window=5)).culprit
     assert (culprit.kernel, culprit.kind) == ("planted.one", "window")
 
 
 def test_training_finds_a_wrong_backward_by_swapping():
     plant("rms_norm", norm_with_wrong_backward)
-    culprit = climbed(5, "tiny", steps=1).culprit
+    culprit = climb_level(5, "tiny", steps=1).culprit
     assert (culprit.kernel, culprit.kind) == ("planted.one", "gradient")
 
 
@@ -303,7 +303,7 @@ def test_too_coarse_in_sixteen_bits():
         return (x @ weight.t()).to(torch.float8_e4m3fn).to(x.dtype)
 
     plant("linear", coarse)
-    rung = climbed(3, "tiny", "bfloat16")
+    rung = climb_level(3, "tiny", "bfloat16")
     assert (rung.culprit.kernel, rung.culprit.stage, rung.culprit.kind) == ("planted.one", "0.qkv",
                                                                             "precision"), rung
 
@@ -311,7 +311,7 @@ def test_too_coarse_in_sixteen_bits():
 def test_two_wrong_kernels_and_no_single_swap_mends():
     plant("rms_norm", narrow_norm, "planted.norm")
     plant("linear", unwritten, "planted.linear")
-    culprit = climbed(4, "tiny").culprit
+    culprit = climb_level(4, "tiny").culprit
     assert (culprit.kernel, culprit.stage) == ("planted.norm", "0.ln1_out")
     assert not any(s.fixed for s in culprit.swaps)
     # Memory that nobody wrote may hold an earlier, right result of the same size: then it shows at
@@ -340,7 +340,7 @@ def trained_for(style, described_as):
                          [("rotate_half", "interleaved"), ("interleaved", "rotate_half")])
 def test_the_rope_case_study(style, other):
     # by its own convention it is right
-    assert climbed(2, replace(CONFIGS["gqa"], rope_style=other)).passed
+    assert climb_level(2, replace(CONFIGS["gqa"], rope_style=other)).passed
     model = trained_for(style, other)
     [rung] = climb(4, model=model)
     assert rung.status == "failed"
@@ -397,7 +397,7 @@ def test_nothing_is_hidden_by_nan():
         return out
 
     plant("rms_norm", run)
-    rung = climbed(3, "tiny")
+    rung = climb_level(3, "tiny")
     assert rung.status == "failed" and rung.culprit.kind == "uninitialised output"
 
 
@@ -442,7 +442,7 @@ def test_the_configurations_are_those_of_the_table():
 
 # As a command.
 
-def told(capsys, *args, **options):
+def run_command(capsys, *args, **options):
     from layerzero.cli.commands.prove.ladder import ladder
     code = ladder(*args, **options)
     return code, capsys.readouterr().out
@@ -452,25 +452,27 @@ def told(capsys, *args, **options):
     (2, "comparisons with plain torch in float64"), (3, "0.attn_out"),
     (4, "48 of 48 positions equal"), (5, "layer.1.wq after 2")])
 def test_the_command_prints_its_tables(capsys, level, words):
-    code, out = told(capsys, level, configs=["tiny"], dtypes=["float32"], steps=2)
+    code, out = run_command(capsys, level, configs=["tiny"], dtypes=["float32"], steps=2)
     assert code == 0 and words in out and out.endswith("1 passed\n") and "served by: " in out
 
 
 def test_the_command_says_the_last_step_of_the_table_and_the_curve(capsys):
-    _, out = told(capsys, 5, configs=["hidden=16,heads=2,vocab=32"], dtypes=["float32"], steps=22)
+    _, out = run_command(capsys, 5, configs=["hidden=16,heads=2,vocab=32"], dtypes=["float32"],
+                         steps=22)
     assert "layer.0.wq after 20" in out and "loss curve" in out
 
 
 def test_the_command_fails_with_the_culprit(capsys):
     plant("rope", interleaved)
-    code, out = told(capsys, 3, configs=["tiny"], dtypes=["float32"])
+    code, out = run_command(capsys, 3, configs=["tiny"], dtypes=["float32"])
     assert code == 1 and "culprit: lz.rope by planted.one" in out and "!!  0.q" in out
-    code, out = told(capsys, 3, configs=["tiny"], dtypes=["float32"], as_json=True)
+    code, out = run_command(capsys, 3, configs=["tiny"], dtypes=["float32"], as_json=True)
     assert code == 1 and json.loads(out)["rungs"][0]["culprit"]["kind"] == "convention"
 
 
 def test_the_command_fails_where_what_was_named_served_nothing(capsys):
-    code, out = told(capsys, 2, configs=["tiny"], dtypes=["float32"], kernel="torch.rope_complex")
+    code, out = run_command(capsys, 2, configs=["tiny"], dtypes=["float32"],
+                            kernel="torch.rope_complex")
     assert code == 1 and "rope style must be interleaved" in out and "1 not served" in out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import happened, world
+from helpers import emitted, world
 from torch import Tensor
 
 import layerzero as lz
@@ -19,7 +19,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.verify.model.ladder import climb
 from layerzero.verify.model.training import training_routes
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 RELU = "hidden=40,heads=5,kv_heads=1,head_dim=24,window=5,rope_style=interleaved,activation=reglu,tied=true"
 
 

@@ -42,8 +42,8 @@ def run(x, n):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory) -> Iterator[References]:
-    with References([FOLDER, tmp_path_factory.getbasetemp()], timeout_s=20) as found:
-        yield found
+    with References([FOLDER, tmp_path_factory.getbasetemp()], timeout_s=20) as opened:
+        yield opened
 
 
 def changed(tmp_path: Path, definition: Definition, name: str, old: str, new: str) -> Definition:

@@ -331,8 +331,8 @@ def test_a_lower_limit_in_the_file_changes_the_choice_without_a_change_of_code(t
     rows["kernels"] = [row for row in rows["kernels"] if row["id"] == "ours.fast"]
     path = tmp_path / "capabilities.json"
     path.write_text(json.dumps(head_dim_limit(rows, 64)))
-    heard = []
-    stop = lz.subscribe(heard.append)
+    received = []
+    stop = lz.subscribe(received.append)
     name = use(path)
     stop()
     plan = lz.explain("attention", q, q, q)
@@ -341,7 +341,7 @@ def test_a_lower_limit_in_the_file_changes_the_choice_without_a_change_of_code(t
             for r in plan.why_not("ours.fast")] == [(Code.HEAD_DIM_TOO_LARGE, "<= 64", 96)]
     assert lz.which("attention", *[q[..., :64].contiguous()] * 3) == "ours.fast"
     assert name == capabilities_hash(load(path))
-    assert [e.cause for e in heard if e.name == "world"] == [f"capabilities:{name[:16]}"]
+    assert [e.cause for e in received if e.name == "world"] == [f"capabilities:{name[:16]}"]
     use(before)
     assert lz.which("attention", q, q, q) == "ours.fast"
 

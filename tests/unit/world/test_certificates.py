@@ -32,9 +32,9 @@ def own_cache(tmp_path, monkeypatch, world):
 def test_round_trip_and_standing():
     kernel = torch_rms_norm()
     assert certificates.statuses([kernel], HERE)[kernel.id].code is lz.Code.UNCERTIFIED
-    made = certificate(kernel)
-    assert certificates.read(certificates.write(made, HERE)) == made
-    assert certificates.statuses([kernel], HERE)[kernel.id] == made
+    cert = certificate(kernel)
+    assert certificates.read(certificates.write(cert, HERE)) == cert
+    assert certificates.statuses([kernel], HERE)[kernel.id] == cert
     assert certificates.certified_ids([kernel], HERE) == {kernel.id}
 
 
@@ -42,8 +42,8 @@ def test_round_trip_and_standing():
 def test_a_change_voids_it(field):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel, **{field: "what it was"}), HERE)
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert found.code is lz.Code.CERTIFICATE_VOID and "what it was" in found.message
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert status.code is lz.Code.CERTIFICATE_VOID and "what it was" in status.message
 
 
 def test_another_driver_is_another_device():
@@ -57,15 +57,15 @@ def test_another_driver_is_another_device():
     lambda d: d["certificate"].update(build="other"),
     lambda d: d.update(seal="0" * 64), lambda d: d.pop("seal"),
     lambda d: d["certificate"].update(kernel="a.b")])
-def test_a_tampered_file_is_refused_and_told(edit, happened):
+def test_a_tampered_file_is_refused_and_told(edit, emitted):
     kernel = torch_rms_norm()
     path = certificates.write(certificate(kernel, worst=0.9), HERE)
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert found.code is lz.Code.CERTIFICATE_REFUSED
-    assert [e.kernel for e in happened if isinstance(e, CertificateRefused)] == [kernel.id]
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert status.code is lz.Code.CERTIFICATE_REFUSED
+    assert [e.kernel for e in emitted if isinstance(e, CertificateRefused)] == [kernel.id]
 
 
 @pytest.mark.parametrize("text", [
@@ -126,10 +126,10 @@ def test_policy_demands_them():
 def test_readiness_asks_for_them_where_policy_does():
     assert lz.readiness_check(device="cpu")["certificates"].got == "not demanded"
     lz.configure(require_certificates=True)
-    found = lz.readiness_check(device="cpu")
-    assert (not found and found["certificates"].state == "fail"
-            and "lz verify" in found["certificates"].hint)
-    assert any("torch.rms_norm" in line for line in found["certificates"].details)
+    report = lz.readiness_check(device="cpu")
+    assert (not report and report["certificates"].state == "fail"
+            and "lz verify" in report["certificates"].hint)
+    assert any("torch.rms_norm" in line for line in report["certificates"].details)
     for kernel in worlds.current().catalog.kernels:
         certificates.write(certificate(kernel), HERE)
     lz.clear_cache()

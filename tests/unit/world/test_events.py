@@ -7,7 +7,7 @@ import logging
 import threading
 
 import pytest
-from helpers import RMS_NORM, Fake, of, register, rows
+from helpers import RMS_NORM, Fake, events_of, register, rows
 
 import layerzero as lz
 from layerzero.spec import event as kinds
@@ -27,38 +27,38 @@ pytestmark = pytest.mark.usefixtures("world")
 BOOM = Reason(Code.KERNEL_FAILED, None, "boom")
 
 
-def test_one_call_tells_its_story_in_order(happened):
+def test_one_call_tells_its_story_in_order(emitted):
     register(Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5))
     lz.configure(breaker_threshold=1)
-    happened.clear()
+    emitted.clear()
     lz.rms_norm(rows())
-    story = [(type(e), e.kernel) for e in happened if not isinstance(e, WorldPublished)]
+    story = [(type(e), e.kernel) for e in emitted if not isinstance(e, WorldPublished)]
     assert story == [(Selected, "fake.first"), (HealthChanged, "fake.first"),
                      (Fallback, "fake.first")]
-    selected = of(Selected, happened)[0]
+    selected = events_of(Selected, emitted)[0]
     assert selected.op == "rms_norm" and selected.microseconds > 0
     assert selected.candidates >= 4                        # the two, torch's own and the reference
 
 
-def test_a_hit_says_nothing(happened):
+def test_a_hit_says_nothing(emitted):
     lz.rms_norm(rows())
-    happened.clear()
+    emitted.clear()
     for _ in range(100):
         lz.rms_norm(rows())
-    assert happened == []
+    assert emitted == []
 
 
-def test_every_change_of_the_world_has_a_number_and_a_cause(happened):
+def test_every_change_of_the_world_has_a_number_and_a_cause(emitted):
     lz.configure(strict_mode=True)
     register(Fake())
     lz.lock("rms_norm", "fake.one")
     lz.unlock()
     lz.unregister("fake.one")
     lz.clear_cache()
-    found = of(WorldPublished, happened)
+    events = events_of(WorldPublished, emitted)
     causes = ["configure", "register", "configure", "unlock", "unregister", "forget"]
-    assert [e.cause.partition(":")[0] for e in found] == causes
-    assert [e.epoch for e in found] == list(range(found[0].epoch, found[0].epoch + 6))
+    assert [e.cause.partition(":")[0] for e in events] == causes
+    assert [e.epoch for e in events] == list(range(events[0].epoch, events[0].epoch + 6))
 
 
 def test_a_subscriber_is_called_until_it_stops():
@@ -74,7 +74,7 @@ def test_a_subscriber_is_called_until_it_stops():
     assert [e.entries for e in first] == [1] and [e.entries for e in second] == [1, 2]
 
 
-def test_a_subscriber_that_fails_is_said_and_the_others_and_the_call_go_on(happened, caplog):
+def test_a_subscriber_that_fails_is_said_and_the_others_and_the_call_go_on(emitted, caplog):
     events.reset()                             # failures of subscribers are not all said
     def broken(event):
         raise ValueError("cannot write")
@@ -85,7 +85,7 @@ def test_a_subscriber_that_fails_is_said_and_the_others_and_the_call_go_on(happe
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.rms_norm(rows(), backend="reference.rms_norm")
     stop(), stop_after()
-    assert of(Selected, happened) and of(Selected, after)
+    assert events_of(Selected, emitted) and events_of(Selected, after)
     assert "cannot write" in caplog.text
 
 

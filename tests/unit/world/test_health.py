@@ -11,12 +11,12 @@ import torch
 from helpers import (
     RMS_NORM,
     Fake,
-    cool,
+    allow_only,
+    end_cooldown,
+    events_of,
     faults_of,
     health_of,
-    normed,
-    of,
-    only,
+    normalized,
     path_of,
     register,
     rows,
@@ -171,22 +171,22 @@ def call(path, world):
     return path_of(RMS_NORM, path)
 
 
-def states(happened, group):
-    return [e.state for e in of(HealthChanged, happened) if e.kernel == group]
+def states(emitted, group):
+    return [e.state for e in events_of(HealthChanged, emitted) if e.kernel == group]
 
 
-def test_a_kernel_that_keeps_failing_is_left_out_until_it_has_cooled(call, happened):
+def test_a_kernel_that_keeps_failing_is_left_out_until_it_has_cooled(call, emitted):
     lz.configure(breaker_threshold=3, breaker_cooldown=600)
     first, second = Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     for _ in range(3):
-        torch.testing.assert_close(call(x), normed(x))
-    assert health_of("fake.first").state == "open" and states(happened, "fake.first") == ["open"]
+        torch.testing.assert_close(call(x), normalized(x))
+    assert health_of("fake.first").state == "open" and states(emitted, "fake.first") == ["open"]
     for _ in range(20):
         call(x)
     assert first.calls == 3 and second.calls == 23         # not even tried
-    assert len(of(Fallback, happened)) == 3                # and so nothing to fall back from
+    assert len(events_of(Fallback, emitted)) == 3                # and so nothing to fall back from
     (reason,) = lz.explain("rms_norm", x).why_not("fake.first")
     assert reason.code is Code.CIRCUIT_OPEN and "boom" in reason.message
     with pytest.raises(lz.errors.NamedKernelRefused, match="CIRCUIT_OPEN"):
@@ -194,50 +194,50 @@ def test_a_kernel_that_keeps_failing_is_left_out_until_it_has_cooled(call, happe
     assert any(c.name == "health of fake.first" and not c.ok for c in lz.doctor().checks)
 
     first.fault = None
-    cool("fake.first")
+    end_cooldown("fake.first")
     # by the clock: nobody calls
-    wait_for(lambda: states(happened, "fake.first") == ["open", "half_open"])
-    torch.testing.assert_close(call(x), normed(x))
+    wait_for(lambda: states(emitted, "fake.first") == ["open", "half_open"])
+    torch.testing.assert_close(call(x), normalized(x))
     assert first.calls == 4 and health_of("fake.first") is None
-    assert states(happened, "fake.first") == ["open", "half_open", "closed"]
+    assert states(emitted, "fake.first") == ["open", "half_open", "closed"]
     call(x)
     assert first.calls == 5
 
 
-def test_a_probe_that_fails_opens_it_for_twice_as_long_and_its_call_is_served(call, happened):
+def test_a_probe_that_fails_opens_it_for_twice_as_long_and_its_call_is_served(call, emitted):
     lz.configure(breaker_threshold=1, breaker_cooldown=0.05)
     first, second = Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     for n, cooldown in enumerate((0.05, 0.1, 0.2), 1):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
         assert first.calls == n and health_of("fake.first").cooldown == pytest.approx(cooldown)
-        wait_for(lambda: states(happened, "fake.first") == ["open", "half_open"] * n)  # noqa: B023
+        wait_for(lambda: states(emitted, "fake.first") == ["open", "half_open"] * n)  # noqa: B023
     assert health_of("fake.first").state == "half_open"
 
 
-def test_faults_that_are_seldom_open_nothing(call, happened):
+def test_faults_that_are_seldom_open_nothing(call, emitted):
     lz.configure(breaker_threshold=2, breaker_rate=0.6)
     first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     for i in range(10):
         first.fault = RuntimeError("boom") if i % 2 else None
-        torch.testing.assert_close(call(x), normed(x))
-    assert first.calls == 10 and second.calls == 5 and not states(happened, "fake.first")
+        torch.testing.assert_close(call(x), normalized(x))
+    assert first.calls == 10 and second.calls == 5 and not states(emitted, "fake.first")
     assert faults_of("fake.first") == 5
     assert any("5 of its last calls failed" in s.note for s in lz.explain("rms_norm", x).steps)
 
 
-def test_faults_that_are_frequent_open_it_though_they_are_never_in_a_row(call, happened, path):
+def test_faults_that_are_frequent_open_it_though_they_are_never_in_a_row(call, emitted, path):
     # a name of its own: what other tests called counts as well
     first, second = Fake(f"fake.{path}"), Fake("fake.second", prior=1e5)
     register(first, second)
     x = rows()
     for i in range(10):
         first.fault = RuntimeError("boom") if i % 2 else None
-        torch.testing.assert_close(call(x), normed(x))
-    assert first.calls == 6 and states(happened, f"fake.{path}") == ["open"]    # at the third fault
+        torch.testing.assert_close(call(x), normalized(x))
+    assert first.calls == 6 and states(emitted, f"fake.{path}") == ["open"]    # at the third fault
 
 
 def test_calls_of_every_shape_and_of_every_world_count(call):
@@ -269,19 +269,20 @@ def test_a_fallback_is_called_too_and_its_faults_count(call):
     assert second.calls == 4 and faults_of("fake.second") == 2 and faults_of("fake.first") == 0
 
 
-def test_where_all_kernels_fail_alike_the_call_is_wrong_and_nobody_is_blamed(call, happened):
+def test_where_all_kernels_fail_alike_the_call_is_wrong_and_nobody_is_blamed(call, emitted):
     lz.configure(breaker_threshold=1)
     first, second = Fake("fake.first", fault=OverflowError("int too big")), Fake("fake.second",
                                                                                  prior=1e5)
     second.fault = ValueError("out of range")
     register(first, second)
-    only("fake.first", "fake.second")
+    allow_only("fake.first", "fake.second")
     for _ in range(5):
         with pytest.raises(lz.errors.KernelExecutionError, match="every kernel of the plan failed"):
             call(rows())
     assert not worlds.current().health and faults_of("fake.first") == faults_of("fake.second") == 0
     second.fault = None
-    torch.testing.assert_close(call(rows()), normed(rows()))       # now it is the first one's doing
+    torch.testing.assert_close(call(rows()),
+                               normalized(rows()))       # now it is the first one's doing
     assert health_of("fake.first").state == "open"
 
 
@@ -322,23 +323,23 @@ def innocent(path, world):
     stop()
 
 
-def test_a_flaky_kernel_makes_no_other_op_choose_again(call, innocent, happened):
+def test_a_flaky_kernel_makes_no_other_op_choose_again(call, innocent, emitted):
     lz.configure(breaker_threshold=3, breaker_cooldown=0.01)
     first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
     register(first, second)
     before = innocent()
     epoch, luck, end = worlds.current().epoch, random.Random(0), time.monotonic() + 60
-    while (not {"open", "half_open"} <= set(states(happened, "fake.first"))
+    while (not {"open", "half_open"} <= set(states(emitted, "fake.first"))
            and time.monotonic() < end):
         first.fault = RuntimeError("boom") if luck.random() < 0.3 else None
-        torch.testing.assert_close(call(rows()), normed(rows()))
+        torch.testing.assert_close(call(rows()), normalized(rows()))
         assert innocent() == before
     # its breaker did all it can do
-    assert {"open", "half_open"} <= set(states(happened, "fake.first"))
+    assert {"open", "half_open"} <= set(states(emitted, "fake.first"))
     assert worlds.current().epoch > epoch and innocent() == before
 
 
-def test_a_single_fault_changes_nothing_for_anybody(call, happened):
+def test_a_single_fault_changes_nothing_for_anybody(call, emitted):
     fake = Fake(fault=RuntimeError("boom"))
     register(fake)
     epoch = worlds.current().epoch
@@ -421,12 +422,12 @@ def test_a_half_open_kernel_is_probed_by_one_call_at_a_time(call, same_key):
     assert entered.wait(60)
     served = second.calls
     for _ in range(5):
-        torch.testing.assert_close(call(other), normed(other))
+        torch.testing.assert_close(call(other), normalized(other))
     assert first.calls == 2 and second.calls == served + 5
     assert health_of("fake.first").state == "half_open"    # waiting in line is no fault
     leave.set()
     prober.join(60)
-    torch.testing.assert_close(out[0], normed(x))
+    torch.testing.assert_close(out[0], normalized(x))
     assert health_of("fake.first") is None
     call(other)
     assert first.calls == 3
@@ -444,7 +445,7 @@ def test_a_call_that_names_a_half_open_kernel_is_not_turned_away_by_a_probe(call
     prober = threading.Thread(target=lambda: call(x))
     prober.start()
     assert entered.wait(60)
-    torch.testing.assert_close(call(x, backend="fake.one"), normed(x))
+    torch.testing.assert_close(call(x, backend="fake.one"), normalized(x))
     leave.set()
     prober.join(60)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, of, python, register, rows
+from helpers import RMS_NORM, Fake, events_of, python, register, rows, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.machine import builds
 from layerzero.machine import state as machine
 from layerzero.perf.interface import environment_id
@@ -160,34 +159,35 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     # nobody listens there, or the extra is not installed
     ("postgresql://me:secret@127.0.0.1:9/db", ""),
 ])
-def test_a_store_that_cannot_be_opened_is_an_event(perfdb, happened, setting, word):
+def test_a_store_that_cannot_be_opened_is_an_event(perfdb, emitted, setting, word):
     lz.configure(perfdb=setting)
     lz.rms_norm(rows())
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
-    told = of(StoreTrouble, happened)
-    assert told and word in told[0].problem
-    assert "2 measurements are kept in memory" in told[-1].action
-    assert "secret" not in str(told) and "secret" not in measurements.status().text
+    events = events_of(StoreTrouble, emitted)
+    assert events and word in events[0].problem
+    assert "2 measurements are kept in memory" in events[-1].action
+    assert "secret" not in str(events) and "secret" not in measurements.status().text
     assert source_of("fake.one") == "measured" and not measurements.status().ok
 
 
-def test_a_store_that_is_locked_for_writing_costs_only_the_keeping(perfdb, happened, monkeypatch):
+def test_a_store_that_is_locked_for_writing_costs_only_the_keeping(perfdb, emitted, monkeypatch):
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
     monkeypatch.setattr(perf_loading, "WRITE_SECONDS", 0.1)
     other = sqlite3.connect(perfdb, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    happened.clear()
+    emitted.clear()
     measurements.record([timing("fake.one", 4.0)])
     other.execute("ROLLBACK")
     other.close()
-    (event,) = of(StoreTrouble, happened)
+    (event,) = events_of(StoreTrouble, emitted)
     assert "locked" in event.problem
     assert next(iter(worlds.current().perf)).median_us == 4.0
     measurements.record([timing("fake.one", 3.0)])
     assert measurements.status().ok                            # it works again
-    assert of(StoreRecovered, happened)[0].written == 1  # of the same row the newer one was left
+    assert events_of(StoreRecovered,
+                     emitted)[0].written == 1  # of the same row the newer one was left
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="there are no users here")
@@ -237,19 +237,20 @@ def load_nothing():
 
 
 def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
-    found = {k.id: builds.build_of(k) for k in worlds.current().catalog.kernels}
-    assert all(found[k].startswith("source#")
+    builds_by_id = {k.id: builds.build_of(k) for k in worlds.current().catalog.kernels}
+    assert all(builds_by_id[k].startswith("source#")
                for k in ("torch.rms_norm", "reference.rms_norm", "native.rms_norm"))
     # each formula has its own file
-    assert found["reference.rms_norm"] != found["reference.linear"]
-    assert found["torch.rms_norm"] != found["torch.linear"]
-    assert found["flash_attn.v2"] == "" or found["flash_attn.v2"].startswith("flash-attn==")
+    assert builds_by_id["reference.rms_norm"] != builds_by_id["reference.linear"]
+    assert builds_by_id["torch.rms_norm"] != builds_by_id["torch.linear"]
+    build = builds_by_id["flash_attn.v2"]
+    assert build == "" or build.startswith("flash-attn==")
 
 
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
     """Else a process that loaded one module more would find neither its measurements nor its
     proofs."""
-    told = python("""
+    output = python("""
         import importlib, json, pkgutil
         import layerzero as lz
         from layerzero.machine import builds
@@ -268,7 +269,7 @@ def test_a_build_does_not_depend_on_what_the_process_has_imported():
         from layerzero.world import snapshot as world
         print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
     """)
-    assert json.loads(told) == json.loads(fresh)
+    assert json.loads(output) == json.loads(fresh)
 
 
 def plugin(tmp_path, monkeypatch, name, **files):
@@ -346,12 +347,12 @@ def test_what_was_typed_at_a_prompt_is_known_by_its_code():
 # environments
 
 def test_an_environment_says_all_a_measurement_may_depend_on(world):
-    found = measurements.environment("cpu")
-    assert found["device"]["name"] and found["place"] == worlds.current().place("cpu")
+    environment = measurements.environment("cpu")
+    assert environment["device"]["name"] and environment["place"] == worlds.current().place("cpu")
     assert {"threads", "capabilities", "machine", "platform", "python", "layerzero",
-            "state"} <= found.keys()
-    assert environment_id(json.loads(json.dumps(found))) == environment_id(found)
-    before = found["capabilities"]
+            "state"} <= environment.keys()
+    assert environment_id(json.loads(json.dumps(environment))) == environment_id(environment)
+    before = environment["capabilities"]
     register(Fake("fake.one"))
     assert measurements.environment("cpu")["capabilities"] != before
 
@@ -419,15 +420,15 @@ def test_an_import_that_is_not_whole_changes_nothing(tmp_path, spoil, word):
 
 def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
     def machine_store(name, offset):
-        found = SqliteStore(tmp_path / f"{name}.sqlite")
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i)
+        store = SqliteStore(tmp_path / f"{name}.sqlite")
+        store.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i)
                    for i in range(10)],
                   {"machine": name})
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
+        store.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
                    for i in range(5)],
                   {"machine": name})
-        found.write((), {}, {"twins": (Rates(1.0 + offset, 1.0), 1.0 + offset)})
-        return found
+        store.write((), {}, {"twins": (Rates(1.0 + offset, 1.0), 1.0 + offset)})
+        return store
 
     with machine_store("a", 0) as a, machine_store("b", 1) as b:
         merged = []
@@ -447,13 +448,7 @@ def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
 @pytest.fixture
 def run(capsys, perfdb):
     """Run the command in this process: (exit code, stdout, stderr)."""
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def fill(perfdb):
@@ -480,9 +475,9 @@ def test_show_says_how_each_row_stands(run, perfdb):
     assert run("perf", "show")[1].strip().startswith(f"{perfdb}: no measurements")
     fill(perfdb)
     code, out, _ = run("perf", "show", "--all", "--json")
-    told = json.loads(out)
-    assert code == 0 and told["counts"] == STANDINGS
-    assert sum(told["counts"].values()) == len(told["measurements"]) == 6
+    data = json.loads(out)
+    assert code == 0 and data["counts"] == STANDINGS
+    assert sum(data["counts"].values()) == len(data["measurements"]) == 6
     code, out, _ = run("perf", "show")
     assert code == 0 and out.count("fake.one") == 2 and "1 of another machine" in out
     lz.configure(perfdb_ttl=30)
@@ -497,8 +492,8 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     assert run("perf", "prune", "--dry-run")[1] == "2 measurements would be removed\n"
     assert run("perf", "prune")[1] == "2 measurements removed\n"
     assert run("perf", "prune")[1] == "0 measurements removed\n"
-    told = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
-    assert told == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
+    data = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
+    assert data == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
     assert run("perf", "prune", "--older-than", "30", "--kernel",
                "fake.*")[1] == "1 measurements removed\n"
     assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"

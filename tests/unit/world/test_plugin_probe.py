@@ -38,7 +38,7 @@ def plugin(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
     # a fork is believed: a fresh process would be asked after a crash, for seconds each
-    monkeypatch.setattr(plugin_probe, "_threads", lambda: 1)
+    monkeypatch.setattr(plugin_probe, "native_threads", lambda: 1)
     probe, tried = plugin_probe._probe, []
     monkeypatch.setattr(plugin_probe, "_probe",
                         lambda entry, *rest: tried.append(entry.name) or probe(entry, *rest))

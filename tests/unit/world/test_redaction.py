@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from helpers import Fake, of, register, rows
+from helpers import Fake, events_of, register, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,8 +67,8 @@ def test_a_policy_file_may_write_it_as_a_list(tmp_path):
 
 def test_the_default_hides_nothing_but_secrets():
     assert Policy().setting("redact") == "" and redaction.active() == frozenset()
-    said = "cannot read /home/me/a.json of shape (3, 4): 'hello'"
-    assert redaction.text(said) == said
+    message = "cannot read /home/me/a.json of shape (3, 4): 'hello'"
+    assert redaction.text(message) == message
 
 
 # secrets, always
@@ -146,14 +146,15 @@ def test_quoted_words_are_hidden(hide):
 
 def test_data_keeps_its_form(hide):
     hide("paths", "shapes")
-    found = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True,
-                            "d": [1.5, 2]})
-    assert found == {"a": ["<path>", 1, None], "b": {"<path>": "<shape>"}, "c": True, "d": [1.5, 2]}
+    redacted = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True,
+                               "d": [1.5, 2]})
+    assert redacted == {"a": ["<path>", 1, None], "b": {"<path>": "<shape>"}, "c": True,
+                        "d": [1.5, 2]}
 
 
 # events
 
-def test_events_are_hidden_before_anyone_sees_them(hide, happened, caplog):
+def test_events_are_hidden_before_anyone_sees_them(hide, emitted, caplog):
     hide(*REDACTIONS)
     with caplog.at_level(logging.DEBUG, "layerzero"):
         events.emit(StoreTrouble(store="/home/me/perf.sqlite", problem="disk /dev/sda1 is full",
@@ -167,9 +168,9 @@ def test_events_are_hidden_before_anyone_sees_them(hide, happened, caplog):
         events.emit(Learned("rms_norm", "lib.a", kind="float32 hidden=4096"))
         events.emit(Selected("rms_norm", "lib.a", 3, 10.0, rejected=(
             Rejected("lib.b", (Reason(Code.SHAPE_UNSUPPORTED, "<= 64", 4096, "hidden"),)),)))
-    everything = caplog.text + json.dumps([e.to_json() for e in happened]) + repr(happened)
+    everything = caplog.text + json.dumps([e.to_json() for e in emitted]) + repr(emitted)
     assert not any(word in everything for word in ("/home", "/dev", "4096", "prompt", "sda1"))
-    fallback = of(Fallback, happened)[0]
+    fallback = events_of(Fallback, emitted)[0]
     assert (fallback.reason.got == "RuntimeError: <text>"
             and fallback.reason.code is Code.KERNEL_FAILED)
     assert (fallback.kernel, fallback.served_by) == ("lib.a", "lib.b")
@@ -181,16 +182,16 @@ def test_where_nothing_is_hidden_the_event_is_the_very_same():
     assert redaction.event(event) is event
 
 
-def test_a_real_fault_is_told_without_its_words(hide, happened, caplog):
+def test_a_real_fault_is_told_without_its_words(hide, emitted, caplog):
     register(Fake("fake.first", fault=RuntimeError("bad page /home/me/kv of 'the prompt'")),
              Fake("fake.second", prior=1e5))
     lz.configure(redact=["paths", "texts"])
-    happened.clear()
+    emitted.clear()
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.rms_norm(rows())
-    assert of(Fallback, happened)[0].kernel == "fake.first" and "fake.first" in caplog.text
+    assert events_of(Fallback, emitted)[0].kernel == "fake.first" and "fake.first" in caplog.text
     assert ("prompt" not in caplog.text and "/home" not in caplog.text
-            and "prompt" not in repr(happened))
+            and "prompt" not in repr(emitted))
     assert not any("prompt" in repr(event) for _, event in events.recent())
 
 
@@ -214,13 +215,13 @@ def test_arguments_that_do_not_fit_a_line_raise_nothing(caplog):
         logging.raiseExceptions = before
 
 
-def test_a_choice_says_kernel_reasons_and_the_cost_of_its_transforms(caplog, happened):
+def test_a_choice_says_kernel_reasons_and_the_cost_of_its_transforms(caplog, emitted):
     lz.clear_cache()
     with caplog.at_level(logging.DEBUG, "layerzero"):
         lz.rms_norm(torch.randn(64, 64).t())
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("selected")]
     plan = lz.explain("rms_norm", torch.randn(64, 64).t())
-    selected = of(Selected, happened)[-1]
+    selected = events_of(Selected, emitted)[-1]
     assert f"kernel={plan.kernel}" in line and "transform_cost_total=" in line
     assert {r.kernel for r in selected.rejected} == {r.kernel for r in plan.rejected}
     assert all(f"{r.kernel}: {r.reasons[0].code.value}" in line for r in plan.rejected)

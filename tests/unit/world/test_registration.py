@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, of, path_of, qkv, rows
+from helpers import ATTENTION, RMS_NORM, events_of, path_of, qkv, rows
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
@@ -80,12 +80,12 @@ def test_an_op_from_outside_has_everything_that_our_own_have(scale_shift, path):
 
 
 def test_the_key_of_an_op_from_outside(scale_shift):
-    found = dispatcher_of(scale_shift.name)
-    found.ensure_world()
+    dispatcher = dispatcher_of(scale_shift.name)
+    dispatcher.ensure_world()
     call = scale_shift.inputs()
 
     def key(**changes):
-        return found.key_of(*found.order_arguments((), {**call, **changes}))
+        return dispatcher.key_of(*dispatcher.order_arguments((), {**call, **changes}))
 
     assert key() == key(x=torch.zeros(3, 8)) != key(x=torch.zeros(4, 8))
     assert key(shift=None) != key() != key(x=call["x"].clone().requires_grad_())
@@ -182,7 +182,7 @@ def test_parameters_may_be_called_anything(world, names):
 
 # a kernel from outside
 
-def test_a_kernel_from_outside_serves(world, happened, path):
+def test_a_kernel_from_outside_serves(world, emitted, path):
     calls = []
 
     def doubled(x, weight=None, eps=1e-6):
@@ -197,27 +197,27 @@ def test_a_kernel_from_outside_serves(world, happened, path):
     torch.testing.assert_close(run(rows(3, 33)), RMS_NORM.reference(rows(3, 33)))
     assert lz.validate("rms_norm", "mine.doubled", rows(3, 33))[0].code is Code.SHAPE_UNSUPPORTED
     assert lz.validate("rms_norm", "mine.doubled", rows()) == ()
-    assert [e for e in of(WorldPublished, happened) if e.cause == "register:mine.doubled"]
+    assert [e for e in events_of(WorldPublished, emitted) if e.cause == "register:mine.doubled"]
     lz.unregister("mine.doubled")
     torch.testing.assert_close(run(rows()), RMS_NORM.reference(rows()))
     assert len(calls) == 2
 
 
 def test_remembered_choices_are_made_anew_when_a_kernel_comes(world, path):
-    run, found = path_of("rms_norm", path), dispatcher_of("rms_norm")
+    run, dispatcher = path_of("rms_norm", path), dispatcher_of("rms_norm")
     for _ in range(3):
         run(rows())
     lz.register(kernel("mine.zero", lambda x: torch.zeros_like(x)))
-    assert found.native is None or found.native.compiled.lookup(rows()) is None
+    assert dispatcher.native is None or dispatcher.native.compiled.lookup(rows()) is None
     assert (run(rows()) == 0).all() and (run(rows()) == 0).all()
 
 
 def test_a_rule_of_a_kernel_from_outside_splits_the_key(world):
-    found = dispatcher_of("rms_norm")
-    found.ensure_world()
+    dispatcher = dispatcher_of("rms_norm")
+    dispatcher.ensure_world()
 
     def keys():
-        return [found.key_of(*found.order_arguments((torch.zeros(n, 8),), {}))
+        return [dispatcher.key_of(*dispatcher.order_arguments((torch.zeros(n, 8),), {}))
                 for n in (33, 40, 41, 48)]
 
     assert len(set(keys())) == 1
@@ -307,28 +307,28 @@ def test_an_unknown_fact_deep_inside_a_rule_is_refused():
         kernel("mine.deep", lambda x: x, requires=(rule,))
 
 
-@pytest.mark.parametrize(("run", "said"), [
+@pytest.mark.parametrize(("run", "message"), [
     (lambda x, axis: x, "wants a parameter 'axis'; lz.rms_norm has x, weight, eps"),
     (lambda *args: args[0], r"takes \*args or \*\*kwargs"),
     (lambda x, **rest: x, r"takes \*args or \*\*kwargs"),
     (lz.kernels.direct(torch.rms_norm, "x", "axis"),
      "wants 'axis'; lz.rms_norm has x, weight, eps")])
-def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, run, said):
+def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, emitted, run, message):
     lz.register(kernel("mine.wrong", run))
     torch.testing.assert_close(lz.rms_norm(rows()), RMS_NORM.reference(rows()))
-    refusals = of(BackendUnavailable, happened)
+    refusals = events_of(BackendUnavailable, emitted)
     assert [e.kernel for e in refusals] == ["mine.wrong"]
-    with pytest.raises(NamedKernelRefused, match=said):
+    with pytest.raises(NamedKernelRefused, match=message):
         lz.rms_norm(rows(), backend="mine.wrong")
     assert any(c.name == "loading mine.wrong" and not c.ok for c in lz.doctor().checks)
 
 
-@pytest.mark.parametrize(("declared", "said"), [
+@pytest.mark.parametrize(("declared", "message"), [
     ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"),
     ({"workspace": "hidden *"}, "does not parse"),
     ({"workspace": "hiden * 2"}, "hiden"), ({"workspace": "hidden.real"}, "Attribute")])
-def test_a_declaration_that_contradicts_itself_is_refused(declared, said):
-    with pytest.raises((RegistrationError, SpecError), match=said):
+def test_a_declaration_that_contradicts_itself_is_refused(declared, message):
+    with pytest.raises((RegistrationError, SpecError), match=message):
         kernel("mine.bad", lambda x: x, **declared)
 
 
@@ -359,13 +359,13 @@ def test_an_op_whose_name_torch_knows_otherwise_is_refused_whole(world, example)
     assert op.name not in worlds.current().catalog.ops
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"cases": ()}, "no cases"),
     ({"family": "norm", "shapes": {"x": "*rows width", "scale": "width", "shift": "width"},
                                    "exact": (), "flops": "1", "bytes": "1"}, "must declare hidden"),
     ({"derived": {"half": "hidden / 2"}}, "hidden / 2"), ({"flops": "rows * hiden"}, "hiden")])
-def test_an_op_that_lacks_something_is_refused(example, changes, said):
-    with pytest.raises(SpecError, match=said):
+def test_an_op_that_lacks_something_is_refused(example, changes, message):
+    with pytest.raises(SpecError, match=message):
         dataclasses.replace(example[0], **changes)
 
 

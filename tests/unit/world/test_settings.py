@@ -16,8 +16,8 @@ from helpers import (
     ATTENTION,
     RMS_NORM,
     Fake,
-    normed,
-    of,
+    events_of,
+    normalized,
     path_of,
     python,
     qkv,
@@ -51,7 +51,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
     file = tmp_path / "policy.yaml"
     file.write_text("settings: {cache_size: 11, breaker_threshold: 11, breaker_cooldown: 11}\n"
                     "rules:\n  - lock: reference.rms_norm\n    op: rms_norm\n")
-    said = python("""
+    output = python("""
         import layerzero as lz
         from helpers import rows, Fake, register
         def row():
@@ -65,7 +65,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
         register(fake := Fake())
         lz.rms_norm(rows(), backend="fake.one"); print(fake.calls)
         """, LAYERZERO_POLICY=str(file), LAYERZERO_CACHE_SIZE="22", LAYERZERO_BREAKER_COOLDOWN="22")
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         f"11:file 22:environment 22.0:environment None:default {REFERENCE}",
         f"11:file 33:programmatic 22.0:environment None:default {REFERENCE}",
         f"11:file 44:context 44.0:context None:default {REFERENCE}",
@@ -74,7 +74,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
 
 
 def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
-    said = python("""
+    output = python("""
         import layerzero as lz
         from helpers import rows
         try:
@@ -83,9 +83,9 @@ def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
             print(e)
         print(lz.doctor().ok)
         """, LAYERZERO_STRICT_MOD="1", LAYERZERO_CACHE_SIZE="many")
-    assert ("did you mean 'LAYERZERO_STRICT_MODE'" in said
-            and "cache_size must be a whole number" in said)
-    assert said.splitlines()[-1] == "False"
+    assert ("did you mean 'LAYERZERO_STRICT_MODE'" in output
+            and "cache_size must be a whole number" in output)
+    assert output.splitlines()[-1] == "False"
 
 
 def test_a_call_is_above_a_block_is_above_the_program():
@@ -128,7 +128,7 @@ def test_lock_unlock_and_the_locks_in_force(path):
     fake = Fake()
     register(fake)
     lz.lock("rms_norm", REFERENCE)
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert fake.calls == 0 and served() == REFERENCE
     (op, lock), = lz.get_locks().items()
     assert op == "rms_norm"
@@ -299,7 +299,7 @@ def test_disabled_leaves_torchs_own_default(path):
     call, fake = path_of(RMS_NORM, path), Fake()
     register(fake)
     with lz.disabled():
-        torch.testing.assert_close(call(rows()), normed(rows()))
+        torch.testing.assert_close(call(rows()), normalized(rows()))
         plan = lz.explain("rms_norm", rows())
         assert (plan.kernel == TORCH and [r.code for r in plan.why_not("fake.one")]
                 == [Code.LZ_DISABLED])
@@ -376,7 +376,7 @@ def test_to_take_back_locks_keeps_what_was_said_before_a_time_boxed_change():
 
 # the file
 
-def test_a_file_is_read_again_when_it_changes(tmp_path, path, happened):
+def test_a_file_is_read_again_when_it_changes(tmp_path, path, emitted):
     call, fake, file = path_of(RMS_NORM, path), Fake(), tmp_path / "policy.yaml"
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
@@ -388,10 +388,10 @@ def test_a_file_is_read_again_when_it_changes(tmp_path, path, happened):
     file.write_text("settings: {policy_poll: 0.02, breaker_threshold: 7}\n")
     wait_for(lambda: settings("breaker_threshold") == (7, "file"))           # by the clock
     call(rows())
-    assert fake.calls == 1 and of(PolicyRejected, happened) == []
+    assert fake.calls == 1 and events_of(PolicyRejected, emitted) == []
 
 
-def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, happened, caplog):
+def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, emitted, caplog):
     call, fake, file = path_of(RMS_NORM, path), Fake(), tmp_path / "policy.yaml"
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
@@ -400,9 +400,9 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     bad.write_text(
         "settings: {policy_poll: 0.02, strict_mod: true}\nrules:\n  - denny: fake.one\n")
     bad.replace(file)
-    wait_for(lambda: of(PolicyRejected, happened))
+    wait_for(lambda: events_of(PolicyRejected, emitted))
     time.sleep(0.1)
-    (event,) = of(PolicyRejected, happened)
+    (event,) = events_of(PolicyRejected, emitted)
     assert ("policy.yaml:1" in event.error and "strict_mode" in event.error
             and "policy.yaml:3" in event.error)
     assert "policy_rejected" in caplog.text
@@ -410,7 +410,7 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     # not half of it either
     assert fake.calls == 0 and settings("strict_mode") == (False, "default")
     file.unlink()
-    wait_for(lambda: len(of(PolicyRejected, happened)) == 2)
+    wait_for(lambda: len(events_of(PolicyRejected, emitted)) == 2)
     call(rows())
     assert fake.calls == 0
     file.write_text("settings: {policy_poll: 0.02}\n")
@@ -465,13 +465,13 @@ def test_a_policy_that_names_no_kernel_is_told_when_it_is_read_and_by_the_doctor
                     "  - boost: {torch.rms_nrm: 2.0}\n")
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.load_config(file)
-    told = ["policy.yaml:3: deny: no kernel of lz.attention is called 'flash_atn.v2'; did you mean "
-            "'flash_attn.v2'?",
-            "policy.yaml:5: boost: no kernel is called 'torch.rms_nrm'; did you mean "
-            "'torch.rms_norm'?"]
-    assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in told]
+    messages = ["policy.yaml:3: deny: no kernel of lz.attention is called 'flash_atn.v2'; "
+                "did you mean 'flash_attn.v2'?",
+                "policy.yaml:5: boost: no kernel is called 'torch.rms_nrm'; did you mean "
+                "'torch.rms_norm'?"]
+    assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in messages]
     checks = [check for check in lz.doctor().checks if check.name == "policy names"]
-    assert [check.detail for check in checks] == told and not any(check.ok for check in checks)
+    assert [check.detail for check in checks] == messages and not any(check.ok for check in checks)
     caplog.clear()
     lz.configure(cache_size=99)                # says nothing again
     assert not caplog.records

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from helpers import Fake, health_of, normed, of, python, register, rows, wait_for
+from helpers import Fake, events_of, health_of, normalized, python, register, rows, wait_for
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling, learning
@@ -65,11 +65,11 @@ def test_no_exception_reaches_a_caller(hostile):
     x = rows()
     register(Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5))
     lz.configure(breaker_threshold=1)
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert health_of("fake.first").state == "open"
     lz.unregister("fake.first"), lz.clear_cache()
     assert lz.which("rms_norm", x) == "fake.second"
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
 
 
 def test_the_clock_goes_on(hostile):
@@ -137,7 +137,7 @@ def test_a_log_handler_that_raises_is_a_subscriber_too():
     events.log.addHandler(handler)
     try:
         register(Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5))
-        torch.testing.assert_close(lz.rms_norm(rows()), normed(rows()))
+        torch.testing.assert_close(lz.rms_norm(rows()), normalized(rows()))
         stop = lz.subscribe(raising(ValueError("no")))
         lz.clear_cache()
         stop()
@@ -145,7 +145,7 @@ def test_a_log_handler_that_raises_is_a_subscriber_too():
         events.log.removeHandler(handler)
 
 
-def test_a_subscriber_that_calls_is_not_told_of_its_own_calls(happened):
+def test_a_subscriber_that_calls_is_not_told_of_its_own_calls(emitted):
     seen = []
 
     def busy(event):
@@ -159,7 +159,7 @@ def test_a_subscriber_that_calls_is_not_told_of_its_own_calls(happened):
     lz.clear_cache()
     stop(), stop_other()
     assert 0 < len(seen) < 10 and 0 < len(other) < 10
-    assert len(of(WorldPublished, happened)) > 1               # the others are
+    assert len(events_of(WorldPublished, emitted)) > 1               # the others are
 
 
 def test_a_subscriber_of_a_choice_may_make_the_same_call():
@@ -170,7 +170,7 @@ def test_a_subscriber_of_a_choice_may_make_the_same_call():
     lz.rms_norm(x)
     stop()
     assert len(results) == 1
-    torch.testing.assert_close(results[0], normed(x))
+    torch.testing.assert_close(results[0], normalized(x))
 
 
 def test_a_subscriber_that_blocks_holds_up_its_caller_and_nobody_else():
@@ -247,7 +247,7 @@ def test_a_real_interrupt_in_a_subscriber_goes_on():
     finally:
         stop()
         signal.signal(signal.SIGINT, before)
-    torch.testing.assert_close(lz.rms_norm(rows()), normed(rows()))
+    torch.testing.assert_close(lz.rms_norm(rows()), normalized(rows()))
 
 
 def test_a_real_interrupt_by_a_handler_of_the_program_goes_on():
@@ -265,7 +265,7 @@ def test_a_real_interrupt_by_a_handler_of_the_program_goes_on():
 
 
 def test_ctrl_c_ends_a_program_whose_subscriber_loops():
-    said = python("""
+    output = python("""
         import os, signal, threading, layerzero as lz
         def loop(event):
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -279,20 +279,20 @@ def test_ctrl_c_ends_a_program_whose_subscriber_loops():
             stop()
             print("ended")
     """)
-    assert said == "ended"
+    assert output == "ended"
 
 
 # no lock is held
 
 def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path):
     """Every lock of the package is asked, at every event of a day in the life of the library."""
-    told, trouble, emit = [], [], events.emit
+    messages, trouble, emit = [], [], events.emit
 
     def owned():
         return [lock for lock in list(locks._all_locks) if lock._is_owned()]
 
     def sink(event):
-        told.append(type(event))
+        messages.append(type(event))
         if owned():
             trouble.append((event, "told"))
 
@@ -316,7 +316,7 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
         wait_for(lambda: health_of("fake.first").state == "half_open")
         lz.rms_norm(rows())
         policy.write_text("version: 1\nsettings: {cache_size: what}\n")
-        wait_for(lambda: any(kind.__name__ == "PolicyRejected" for kind in told))
+        wait_for(lambda: any(kind.__name__ == "PolicyRejected" for kind in messages))
         bad = lz.Kernel("fake.unloadable", lz.op("rms_norm"), lambda: __import__("nowhere_at_all"),
                         prior=1e9,
                         less_work="none")
@@ -331,7 +331,7 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
         stop()
         lz.configure(learn=False)
         learning.reset()
-    assert {Selected, HealthChanged, Fallback, WorldPublished, Evicted} <= set(told)
+    assert {Selected, HealthChanged, Fallback, WorldPublished, Evicted} <= set(messages)
     assert trouble == []
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, health_of, normed, only, register, rows
+from helpers import RMS_NORM, Fake, allow_only, health_of, normalized, register, rows
 
 import layerzero as lz
 from layerzero.dispatch import wrapping
@@ -34,12 +34,12 @@ def traces(fake: Fake) -> dict[str, weakref.ref]:
             "fake": weakref.ref(fake)}
 
 
-def assert_gone(found: dict[str, weakref.ref]) -> None:
+def assert_gone(references: dict[str, weakref.ref]) -> None:
     for _ in range(3):
         gc.collect()
-    alive = [name for name, reference in found.items() if reference() is not None]
+    alive = [name for name, reference in references.items() if reference() is not None]
     assert not alive, [type(r).__name__ + " " + str(r)[:200]
-                       for r in gc.get_referrers(found[alive[0]]())]
+                       for r in gc.get_referrers(references[alive[0]]())]
 
 
 def remembers(name: str) -> list[str]:
@@ -56,7 +56,7 @@ def remembers(name: str) -> list[str]:
         "entries": [e.plan.kernel for d in dispatchers.values() for e in d.cache.table.values()],
         "measurements": {m.kernel for m in world.perf.rows} if hasattr(world.perf, "rows") else (),
     }
-    return [place for place, found in places.items() if name in str(list(found))]
+    return [place for place, entries in places.items() if name in str(list(entries))]
 
 
 def test_a_kernel_that_served_calls_is_freed(path):
@@ -65,17 +65,17 @@ def test_a_kernel_that_served_calls_is_freed(path):
     call = (dispatcher_of("rms_norm").public if path == "native"
             else dispatcher_of("rms_norm").python_call)
     for _ in range(3):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
         call(rows(hidden=8), policy={"cache_ttl": 5.0})
         call(rows(hidden=4), backend="fake.one")
     with lz.prefer("fake.one"):
         call(x)
     lz.explain("rms_norm", x)
     assert fake.calls > 5
-    found = traces(fake)
+    references = traces(fake)
     lz.unregister("fake.one")
     del fake
-    assert_gone(found)
+    assert_gone(references)
     assert remembers("fake.one") == []
 
 
@@ -87,11 +87,11 @@ def test_a_kernel_that_failed_is_freed_and_begins_anew():
     for _ in range(3):
         lz.rms_norm(x)
     assert health_of("fake.one").state == "open"
-    found = traces(fake)
+    references = traces(fake)
     lz.unregister("fake.one")
     assert health_of("fake.one") is None
     del fake
-    assert_gone(found)
+    assert_gone(references)
     assert remembers("fake.one") == []
     again = Fake("fake.one", fault=RuntimeError("boom"))
     register(again)
@@ -125,11 +125,11 @@ def test_a_call_that_began_before_holds_nothing_against_a_kernel_that_is_gone():
     fake = Fake("fake.one", fault=RuntimeError("boom"), before=leave)
     register(fake, Fake("fake.two", prior=1e5))
     lz.configure(breaker_threshold=1, breaker_cooldown=600.0)
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert health_of("fake.one") is None and remembers("fake.one") == []
-    found = {"kernel": weakref.ref(fake.kernel), "fake": weakref.ref(fake)}
+    references = {"kernel": weakref.ref(fake.kernel), "fake": weakref.ref(fake)}
     del fake
-    assert_gone(found)
+    assert_gone(references)
 
 
 def test_an_op_is_freed_with_its_kernels():
@@ -145,16 +145,16 @@ def test_an_op_is_freed_with_its_kernels():
     fake = Fake("fake.scaled", op=op)
     register(fake)
     x = rows()
-    torch.testing.assert_close(lz.scaled_for_test(x), normed(x))
+    torch.testing.assert_close(lz.scaled_for_test(x), normalized(x))
     assert fake.calls == 1
-    found = traces(fake) | {"dispatcher": weakref.ref(dispatchers["scaled_for_test"]),
-                            "op": weakref.ref(op)}
+    dispatcher = traces(fake) | {"dispatcher": weakref.ref(dispatchers["scaled_for_test"]),
+                                 "op": weakref.ref(op)}
     lz.unregister("scaled_for_test")
     assert ("scaled_for_test" not in dispatchers
             and "scaled_for_test" not in worlds.current().catalog.ops)
     assert remembers("scaled_for_test") == [] and remembers("fake.scaled") == []
     del fake, op
-    assert_gone(found)
+    assert_gone(dispatcher)
 
 
 def test_what_was_learned_about_is_freed(tmp_path):
@@ -163,16 +163,16 @@ def test_what_was_learned_about_is_freed(tmp_path):
     try:
         first, second = Fake("fake.first"), Fake("fake.second", prior=9e5)
         register(first, second)
-        only("fake.first", "fake.second")
+        allow_only("fake.first", "fake.second")
         for _ in range(20):
             lz.rms_norm(rows())
         assert learning.flush(60)
         assert learning._kinds
-        found = traces(first)
+        references = traces(first)
         lz.unregister("fake.first")
         assert learning.flush(60)
         del first
-        assert_gone(found)
+        assert_gone(references)
         assert remembers("fake.first") == []
     finally:
         lz.configure(learn=False)
@@ -181,17 +181,17 @@ def test_what_was_learned_about_is_freed(tmp_path):
 
 def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     go, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set()
+    monkeypatch.setattr(compiling, "compile_now", lambda *args: begun.set()
                         or (go.wait(60) and None))
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     blocking, waiting = Fake("fake.blocks", jit=True), Fake("fake.waits", jit=True)
     register(blocking, waiting)
     x = rows()
-    values = (x, *(p.default for p in found.op.params[1:]))
-    plan = worlds.current().plan(found.op, found.facts(values), compiled=True)
+    values = (x, *(p.default for p in dispatcher.op.params[1:]))
+    plan = worlds.current().plan(dispatcher.op, dispatcher.facts(values), compiled=True)
     steps = {s.kernel: s for s in plan.steps}
     for fake in (blocking, waiting):
-        compiling.request(found, fake.kernel, steps[fake.id], plan.facts, values)
+        compiling.request(dispatcher, fake.kernel, steps[fake.id], plan.facts, values)
     assert begun.wait(60)
     traced = traces(waiting)
     lz.unregister("fake.waits")
@@ -222,7 +222,7 @@ def test_registering_and_unregistering_for_ever_costs_nothing():
         return sum(len(gc.get_referents(d)) for d in (
             incidents._loaded, incidents._loading, incidents._faults, wrapping.probes,
             compiling._requested, learning._closed,
-            *(found._bindings for found in dispatchers.values())))
+            *(dispatcher._bindings for dispatcher in dispatchers.values())))
 
     def once(i: int) -> None:
         fake = Fake(f"fake.number{i}", fault=RuntimeError("boom") if i % 2 else None)

@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, normed, path_of, register, rows
+from helpers import ATTENTION, RMS_NORM, Fake, normalized, path_of, register, rows
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
@@ -46,19 +46,19 @@ def test_a_change_makes_a_new_world_and_leaves_the_old_one_as_it_was():
     assert old.plan(RMS_NORM, dict(lz.explain("rms_norm", rows()).facts)).kernel != "fake.one"
 
 
-def test_to_return_the_same_world_is_to_publish_nothing(happened):
+def test_to_return_the_same_world_is_to_publish_nothing(emitted):
     before = worlds.current()
     assert worlds.publish(lambda w: w, "nothing") is before is worlds.current()
-    assert happened == []
+    assert emitted == []
 
 
-def test_a_change_that_fails_changes_nothing(happened):
+def test_a_change_that_fails_changes_nothing(emitted):
     before = worlds.current()
     with pytest.raises(lz.errors.ConfigError):
         lz.configure(strict_mode=True, cache_size=-1)
     with pytest.raises(lz.errors.RegistrationError):
         lz.register("a kernel")
-    assert worlds.current() is before and happened == []
+    assert worlds.current() is before and emitted == []
 
 
 def test_two_threads_that_change_different_things_lose_nothing():
@@ -100,7 +100,7 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
     lz.register(lz.Kernel("fake.one", RMS_NORM, load, prior=1e6, less_work="a test"))
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(3):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
     assert fake.calls == 1
     assert lz.explain("rms_norm", x).why_not("fake.one")
 
@@ -108,8 +108,8 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
 def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
     """An op that was never used takes over the world in force; one that is published just then
     comes after it."""
-    found = dispatcher_of("layer_norm")
-    install, publisher = found.install, threading.Thread(target=lz.clear_cache)
+    dispatcher = dispatcher_of("layer_norm")
+    install, publisher = dispatcher.install, threading.Thread(target=lz.clear_cache)
 
     def interrupted(world):
         if not publisher.ident:
@@ -117,12 +117,12 @@ def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
             publisher.join(0.2)                            # it has to wait until this one is done
         install(world)
 
-    monkeypatch.setattr(found, "install", interrupted)
-    found.world = None                                     # as if it had never been used
+    monkeypatch.setattr(dispatcher, "install", interrupted)
+    dispatcher.world = None                                     # as if it had never been used
     lz.layer_norm(rows(5, 40))
     publisher.join(60)
     lz.layer_norm(rows(5, 40))
-    assert found.world is worlds.current()
+    assert dispatcher.world is worlds.current()
 
 
 def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_by_name(make, words):
 def test_a_kernel_that_wants_what_the_op_does_not_have_never_runs(run):
     lz.register(lz.Kernel("fake.k", RMS_NORM, lambda: run, prior=1e6, less_work="a test"))
     x = rows()
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     (reason,) = lz.explain("rms_norm", x).why_not("fake.k")
     assert "RegistrationError" in reason.message
 
@@ -241,7 +241,7 @@ def test_a_kernel_may_come_back_as_another(path):
                               less_work="a test"))
         assert torch.equal(call(x), x * factor)
         lz.unregister("mine.k")
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
 
 
 def test_the_world_knows_its_kernels_by_op_and_by_name():
@@ -254,13 +254,13 @@ def test_the_world_knows_its_kernels_by_op_and_by_name():
     assert {k.op for k in lz.list_kernels()} == set(world.catalog.ops)
 
 
-def test_a_question_publishes_nothing(happened):
+def test_a_question_publishes_nothing(emitted):
     x = rows()
     lz.rms_norm(x)
-    happened.clear()
+    emitted.clear()
     lz.explain("rms_norm", x), lz.which("rms_norm", x), lz.validate("rms_norm", "torch.rms_norm", x)
     lz.list_kernels(), lz.stats(), lz.get_config(), lz.get_locks(), lz.doctor()
-    assert [e for e in happened if isinstance(e, (WorldPublished, Selected))] == []
+    assert [e for e in emitted if isinstance(e, (WorldPublished, Selected))] == []
 
 
 def test_questions_about_nothing_name_what_there_is():

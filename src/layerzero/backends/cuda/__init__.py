@@ -87,12 +87,12 @@ def _read_in_place(tensor: str, to_bytes: int = 16) -> tuple[r.Condition, ...]:
             r.Rule(f"{tensor}.alignment", "ge", to_bytes, Code.POINTER_ALIGNMENT))
 
 
-def _few_rows(tokens: str, most: int) -> tuple[r.Condition, ...]:
+def _few_rows(tokens: str, limit: int) -> tuple[r.Condition, ...]:
     """Returns rules for group * tokens <= most: a rule reads one fact, so there is one per number
     of tokens."""
     # tokens -> the smallest group that allows no more
-    allowed = {most // group: group for group in range(most, 0, -1)}
-    return (r.at_most("group", most), r.at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED),
+    allowed = {limit // group: group for group in range(limit, 0, -1)}
+    return (r.at_most("group", limit), r.at_most(tokens, limit, Code.SEQ_LEN_UNSUPPORTED),
             *(r.when(r.at_least("group", group), r.at_most(tokens, n, Code.SEQ_LEN_UNSUPPORTED))
               for n, group in allowed.items() if group > 1))
 

@@ -346,8 +346,7 @@ class CompiledCuda:
                varying: tuple[Varying, ...] = ()) -> None:
         """Launches on torch's current stream. `values`: of the kernel's struct `layout`, which
         begins with a pointer; a tensor or None for a pointer. `varying`: which of them may differ
-        in a
-        replay."""
+        in a replay."""
         params = layout.pack(*[0 if v is None else v.data_ptr() if isinstance(v, Tensor) else v
                                for v in values])
         device = self.start(grid, params)

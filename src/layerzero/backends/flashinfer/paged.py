@@ -1,11 +1,10 @@
 """FlashInfer on batches: decode and prefill over a paged cache, packed sequences, latent attention.
 
 Most of its batch kernels need a plan, made on the host from the lengths, that schedules the parts
-of the sequences. It
-costs far more than the attention of one layer, so the last few are cached with their wrappers: the
-same unchanged page table, lengths and configuration are planned once for all layers of a model. A
-plan reads the lengths on the host, so it cannot be part of a CUDA graph; the decode kernel without
-a plan (XQA) can.
+of the sequences. It costs far more than the attention of one layer, so the last few are cached with
+their wrappers: the same unchanged page table, lengths and configuration are planned once for all
+layers of a model. A plan reads the lengths on the host, so it cannot be part of a CUDA graph; the
+decode kernel without a plan (XQA) can.
 
 There is one float workspace per device and stream: kernels on one stream run in sequence.
 """
@@ -28,6 +27,7 @@ from ...ops.varlen_attention import OP as varlen_attention
 from ...spec import rules as r
 from ...spec.kernel import Kernel
 from ...spec.reason import Code
+from .._pages import half_cache_rules
 from .common import HALF, HARDWARE, HEAD_DIMS, LN2, TESTED
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
@@ -327,19 +327,11 @@ def _mla_fa3() -> Callable[..., Any]:
 HOPPER = r.generations("hopper")
 
 
-def _cache_rules(*names: str) -> tuple[r.Condition, ...]:
-    """Returns the rules for a cache in the query's dtype, read 16 bytes at a time."""
-    return (*(r.when(r.equals("dtype", d),
-                     r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
-              for n in names for d in ("float16", "bfloat16")),
-            *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
-
-
 NOT_EMPTY: tuple[r.Condition, ...] = (
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens", 1, Code.EMPTY_INPUT),
     r.at_least("max_pages", 1, Code.EMPTY_INPUT), r.at_least("pages", 1, Code.EMPTY_INPUT))
 PAGED: tuple[r.Condition, ...] = (
-    *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("key_cache", "value_cache"),
+    *HARDWARE, HALF, *NOT_EMPTY, *half_cache_rules("key_cache", "value_cache"),
     r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
     r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"),
     r.aligned("query", 16), r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID),
@@ -364,9 +356,8 @@ RAGGED: tuple[r.Condition, ...] = (
     *(r.unit_stride(n) for n in ("query", "key", "value")),
     *(r.aligned(n, 16) for n in ("query", "key", "value")))
 LATENT: tuple[r.Condition, ...] = (
-    *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("ckv_cache", "kpe_cache"), r.unit_stride("q_nope"),
-    r.unit_stride("q_pe"),
-    r.aligned("q_nope", 16), r.aligned("q_pe", 16),
+    *HARDWARE, HALF, *NOT_EMPTY, *half_cache_rules("ckv_cache", "kpe_cache"),
+    r.unit_stride("q_nope"), r.unit_stride("q_pe"), r.aligned("q_nope", 16), r.aligned("q_pe", 16),
     r.one_of("head_dim_ckv", 128, 256, 512, code=Code.HEAD_DIM_INVALID),
     r.equals("head_dim_kpe", 64, Code.HEAD_DIM_INVALID), r.at_least("heads", 1, Code.EMPTY_INPUT),
     r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))

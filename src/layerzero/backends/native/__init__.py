@@ -1,9 +1,8 @@
 """Our own CPU kernels, compiled by `lz build` for this processor; see kernels.cpp.
 
 They read raw memory, so they take plain tensors only, and have no backward. Half types are
-converted to float32 in
-registers: on a CPU without half-precision arithmetic they are as fast as float32, or faster if
-memory-bound.
+converted to float32 in registers: on a CPU without half-precision arithmetic they are as fast as
+float32, or faster if memory-bound.
 """
 
 from __future__ import annotations

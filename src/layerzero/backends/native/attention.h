@@ -127,12 +127,12 @@ void add_columns(const T *value, int64_t row, int keys, const float *weights, co
 template <class T, int ROWS>
 void add_values(const T *value, int64_t row, int keys, int64_t dim, const float *weights, const float *rescale,
                 float *weighted, int64_t weighted_row, Prefetch<T> prefetch) {
-  constexpr int MOST = 4 / Unit<T>::VECTORS, WIDE = 4 * W;
+  constexpr int MAX_COLUMNS = 4 / Unit<T>::VECTORS, WIDE = 4 * W;
   for (int64_t d = 0; d < dim; d += WIDE) {
     int some = int(std::min<int64_t>(dim - d, WIDE)), units = (some + Unit<T>::SIZE - 1) / Unit<T>::SIZE;
-    auto add = add_columns<T, ROWS, MOST>;
+    auto add = add_columns<T, ROWS, MAX_COLUMNS>;
     if (units == 1) add = add_columns<T, ROWS, 1>;
-    if constexpr (MOST == 4)
+    if constexpr (MAX_COLUMNS == 4)
       if (units == 2 || units == 3) add = units == 2 ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 3>;
     add(value + d, row, keys, weights, rescale, weighted + d, weighted_row, some, prefetch);
     prefetch.at = nullptr;                      // prefetch once

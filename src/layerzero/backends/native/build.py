@@ -101,11 +101,11 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
     def problem(*openmp: str, runtime: str = "") -> str:
-        commands = [[*compile_, *openmp, str(source), "-o", str(made)]
-                    for source, made in zip(SOURCES, objects)]
+        commands = [[*compile_, *openmp, str(source), "-o", str(output)]
+                    for source, output in zip(SOURCES, objects)]
         with ThreadPoolExecutor(len(commands)) as threads:
-            found = threads.map(lambda command: toolchain.run_compiler(PART, command), commands)
-            first = next((p for p in list(found) if p), "")
+            problems = list(threads.map(lambda c: toolchain.run_compiler(PART, c), commands))
+        first = next(filter(None, problems), "")
         return first or toolchain.run_compiler(PART, [*link, runtime] if runtime else link)
 
     if not problem("-fopenmp", runtime=loaded_openmp() or "-fopenmp"):

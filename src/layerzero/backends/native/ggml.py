@@ -74,12 +74,12 @@ def packed_file(weight_q: Tensor, format: str) -> Tensor:
     digest.update(layout.encode())
     store, name = SealedFolder(cache_dir(), "packed"), f"{digest.hexdigest()}.bin"
     try:
-        return _mapped(store, name)
+        return _map_file(store, name)
     except (OSError, DataError):               # a damaged one is replaced
         packed = pack_weight(rows, format)
     try:
         store.write(packed.numpy().tobytes(), name)
-        return _mapped(store, name)
+        return _map_file(store, name)
     except (OSError, DataError) as e:          # a full disk, a folder that others can write
         # one text for all weights: it is shown once
         warn_caller(f"packed weights cannot be kept in {store.path()}: "
@@ -89,7 +89,7 @@ def packed_file(weight_q: Tensor, format: str) -> Tensor:
         return packed
 
 
-def _mapped(store: SealedFolder, name: str) -> Tensor:
+def _map_file(store: SealedFolder, name: str) -> Tensor:
     """Returns the content of a file that was checked against its seal, shared with all who map it.
     """
     file, content = store.open(name)

@@ -26,7 +26,7 @@ struct Grouped {
   int threads;
 };
 
-constexpr int64_t MOST_SHARED = 64;             // rows of an item, with which it still shares its keys
+constexpr int64_t MAX_SHARED_ROWS = 64;         // rows of an item, with which it still shares its keys
 constexpr int64_t STRETCH = 1024;               // keys of a stretch at most: work for other threads
 
 struct Item { int64_t first, count, keys, diagonal; };  // query rows; the key on the diagonal of the first
@@ -57,11 +57,11 @@ struct Plan {
   // Adds query rows; blocks(item) is called for each block of an item that is too long to share.
   template <class F> bool add(int64_t first, int64_t count, int64_t keys, F blocks) {
     Item item{first, count, keys, keys - count};
-    if (count * group <= MOST_SHARED) {
+    if (count * group <= MAX_SHARED_ROWS) {
       items.push_back(item);
       return true;
     }
-    const int64_t block = std::max<int64_t>(MOST_SHARED / group, 1);
+    const int64_t block = std::max<int64_t>(MAX_SHARED_ROWS / group, 1);
     for (int64_t at = 0; at < count; at += block) {
       Item part{first + at, std::min(block, count - at), keys, item.diagonal + at};
       items.push_back(part);

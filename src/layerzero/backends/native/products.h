@@ -34,7 +34,7 @@ constexpr int REGISTERS = 16;
 constexpr int REGISTERS = 32;
 #endif
 constexpr int TOKENS = 4;                       // rows of x that share a weight in registers
-constexpr int MOST_ROWS = 64;                   // rows of the weight per panel
+constexpr int MAX_ROWS = 64;                    // rows of the weight per panel
 constexpr int64_t PANEL = 65536;                // floats per panel: 256 KiB, for the L2 cache
 constexpr int64_t SPAN = 1024;                  // inputs per partial sum: the error grows with that length, not the row's
 constexpr int AHEAD = 4;                        // prefetch distance in groups of rows: rows of a small model are too
@@ -49,7 +49,7 @@ constexpr int STREAMS = REGISTERS / 4;
 #endif
 template <int M> constexpr int rows_together() { return M == 1 ? STREAMS : M == 2 ? REGISTERS / 4 : REGISTERS / 8; }
 
-// Stores products of R rows of the weight with M rows of x to to[m * MOST_ROWS + r]; x is split
+// Stores products of R rows of the weight with M rows of x to to[m * MAX_ROWS + r]; x is split
 // like Unit<T> and padded.
 template <class T, int R, int M>
 INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, int64_t inputs, float *to) {
@@ -100,7 +100,7 @@ INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, 
       });
     });
   }
-  each<R>([&](auto r) { each<M>([&](auto m) { to[m * MOST_ROWS + r] = sum(totals[r][m]); }); });
+  each<R>([&](auto r) { each<M>([&](auto m) { to[m * MAX_ROWS + r] = sum(totals[r][m]); }); });
 }
 
 // Multiplies `count` rows of the weight with M rows of x.
@@ -165,7 +165,7 @@ void finish_products(const Product &a, int64_t first, int64_t count, float *one,
   if (a.has_bias) add_bias(one, a.bias);
   if (a.has_second_bias) add_bias(other, a.second_bias);
   if (a.activation == NONE && !a.has_second) return;
-  for (int64_t r = 0; r < count; r += W) {      // may run past the end: rows of MOST_ROWS are whole vectors
+  for (int64_t r = 0; r < count; r += W) {      // may run past the end: rows of MAX_ROWS are whole vectors
     vf v = activate(load(one + r), a.activation);
     store(one + r, a.has_second ? v * load(other + r) : v);
   }
@@ -178,7 +178,7 @@ template <class T> bool run_product(const Product &a) {
   const bool panels = a.tokens > TOKENS;        // fewer tokens read every weight only once anyway
   const int threads = a.tokens * a.outputs * a.inputs < 32768 ? 1 : a.threads;
   // Rows per block: a share for each thread, small enough that a panel fits into the cache.
-  int64_t rows = panels ? std::clamp<int64_t>(PANEL / wide_row / matrices, 8, MOST_ROWS) : 32;
+  int64_t rows = panels ? std::clamp<int64_t>(PANEL / wide_row / matrices, 8, MAX_ROWS) : 32;
   rows = std::clamp<int64_t>((a.outputs / (2 * threads) + 7) / 8 * 8, 8, rows / 8 * 8);
   const int64_t blocks = (a.outputs + rows - 1) / rows, panel = panels ? matrices * rows * wide_row : 0;
   // Only a tile of TOKENS rows adds in one chain, so the last ones are filled up with rows of zeros.
@@ -203,15 +203,15 @@ template <class T> bool run_product(const Product &a) {
           widen<T>(weights[i] + r * steps[i], a.inputs, own + (i * rows + r) * wide_row);
     for (int64_t t = 0; t < a.tokens; t += TOKENS) {
       const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t), rows_of_x = a.invariant ? TOKENS : some;
-      alignas(64) float results[2][TOKENS * MOST_ROWS];
+      alignas(64) float results[2][TOKENS * MAX_ROWS];
       for (int64_t i = 0; i < matrices; i++) {
         if (panels) few_tokens<float>(rows_of_x, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
                                       results[i]);
         else few_tokens<T>(rows_of_x, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
       }
       for (int64_t m = 0; m < some; m++) {
-        float *one = results[0] + m * MOST_ROWS;
-        finish_products<T>(a, first, count, one, results[1] + m * MOST_ROWS);
+        float *one = results[0] + m * MAX_ROWS;
+        finish_products<T>(a, first, count, one, results[1] + m * MAX_ROWS);
         const int64_t at = (t + m) * a.out_row + first;
         if (a.wide_out) std::memcpy((float *)a.out + at, one, count * sizeof(float));
         else for (int64_t r = 0; r < count; r++) from_float((T *)a.out + at + r, one[r]);

@@ -1,9 +1,8 @@
 """Quantizes to int8 and fp8 codes and scales, bitwise equal to the reference.
 
 Each step rounds as the reference does: divisions are IEEE's (Triton's `/` is not), ties go to even.
-A program holds
-whole blocks: each row of a tile has its own scale, or all rows share one if a block has several
-rows.
+A program holds whole blocks: each row of a tile has its own scale, or all rows share one if a block
+has several rows.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _e4m3(x):
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
     x_ptr, out_ptr, scales_ptr, rows, width, groups, x_row, x_batch, out_batch, scales_batch,
-    INT8: tl.constexpr, LARGEST: tl.constexpr, INVERSE: tl.constexpr, GIVEN: tl.constexpr,
+    INT8: tl.constexpr, LARGEST: tl.constexpr, INVERSE: tl.constexpr, HAS_SCALES: tl.constexpr,
     SHARED: tl.constexpr, SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr,
     ROWS_POW: tl.constexpr,
 ):
@@ -63,7 +62,7 @@ def quantize_kernel(
     x = tl.load(x_ptr + batch * x_batch + row[:, None] * x_row + column[None, :], mask=inside,
                 other=0.0).to(tl.float32)
     scale_ptr = scales_ptr + batch * scales_batch + group
-    if GIVEN:
+    if HAS_SCALES:
         if SHARED:
             scale = tl.load(scale_ptr + block * groups) + tl.zeros((ROWS_POW,), tl.float32)
         else:
@@ -132,12 +131,14 @@ def encode(x: Tensor, format: str, granularity: str | None, block_size: int, blo
         batch, rows = 1, flat.shape[1]
         block_height = max(1, min(tile // size_pow, triton.next_power_of_2(rows)))
     groups = scales.shape[-1]
-    _launch((-(-rows // block_height), groups, batch), (
+    tiles = -(-rows // block_height)
+    constants = {
+        "INT8": format == "int8", "LARGEST": fmt.largest,
+        "INVERSE": _inverse(fmt.largest) if x.is_cuda else 0.0, "HAS_SCALES": has_scales,
+        "SHARED": shared, "SIZE": min(block_size, width), "SIZE_POW": size_pow,
+        "ROWS": block_height, "ROWS_POW": triton.next_power_of_2(block_height),
+        "num_warps": warps}
+    _launch((tiles, groups, batch), (
         flat, codes if format == "int8" else codes.view(torch.uint8), scales, rows, width, groups,
-        flat.stride(1), flat.stride(0), rows * width, -(-rows // block_height) * groups if shared
-        else 0), { "INT8": format == "int8", "LARGEST": fmt.largest,
-                  "INVERSE": _inverse(fmt.largest) if x.is_cuda else 0.0,
-        "GIVEN": has_scales, "SHARED": shared, "SIZE": min(block_size, width), "SIZE_POW": size_pow,
-        "ROWS": block_height,
-        "ROWS_POW": triton.next_power_of_2(block_height), "num_warps": warps})
+        flat.stride(1), flat.stride(0), rows * width, tiles * groups if shared else 0), constants)
     return codes, scales

@@ -2,8 +2,8 @@
 registers.
 
 A program holds a few whole rows at a time and loops over its rows; the weight is loaded once,
-before the rows. For one
-row latency is everything: the weight is loaded while the squares are summed.
+before the rows. For one row latency is everything: the weight is loaded while the squares are
+summed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def record(command: Command, out: Annotated[Path, typer.Option(
 def tune(
     op: o.SomeOp = None, words: o.Shapes = None, calls: o.CallsFile = None, model: o.Model = None,
     seconds: Annotated[float | None, typer.Option(
-        min=0.0, help="stop after about so long; run again to go on")] = None,
+        min=0.0, help="stop after about this many seconds; run again to continue")] = None,
     again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
     mode: Annotated[list[str] | None, typer.Option(help=(
         "eager, captured (in a CUDA graph) or compiled (by torch.compile), each measured and "
@@ -102,7 +102,7 @@ def regret(
     max_p95: Annotated[float | None, typer.Option("--max-p95", help=(
         "fail above this 95th percentile; default: 0.08"))] = None,
     scale: Annotated[float, typer.Option(help=(
-        "of --model: make it narrower, 0.125 for an eighth"))] = 1.0,
+        "with --model: make it narrower, 0.125 for an eighth"))] = 1.0,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
     prompt: o.Prompt = 512, context: o.Context = 4096,
     everything: Annotated[bool, typer.Option(
@@ -157,7 +157,8 @@ def report(
 def show_rows(op: o.OnlyOp = None, kernel: KernelPattern = "*",
               everything: Annotated[bool, typer.Option(
                   "--all", help="also rows that do not count here")] = False,
-              limit: Annotated[int, typer.Option(min=0, help="at most so many rows; 0: all")] = 50,
+              limit: Annotated[int, typer.Option(
+                  min=0, help="at most this many rows; 0: all")] = 50,
               as_json: o.Json = False) -> None:
     """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
     from ..commands.measure import perf as commands
@@ -175,7 +176,7 @@ def show_places(as_json: o.Json = False) -> None:
 @declare("", "lz perf prune --older-than 90 --dry-run", to=perf)
 def prune(kernel: KernelPattern = "*",
           older_than: Annotated[float | None, typer.Option(
-              help="also what is older than so many days")] = None,
+              help="also what is older than this many days")] = None,
           everything: Annotated[bool, typer.Option(
               "--all", help="everything, of other machines too")] = False,
           dry_run: Annotated[bool, typer.Option(

@@ -31,7 +31,7 @@ Gguf = Annotated[str, typer.Option("--model", help=(
     "weights"))]
 Text = Annotated[str, typer.Option("--text", help="what the model reads")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="a table for every layer")]
-Seed = Annotated[int, typer.Option(help="of the inputs")]
+Seed = Annotated[int, typer.Option(help="seed of the random inputs")]
 
 verify = group("Kernels, models and definitions against references. Exit code 1 if something "
                "disagrees.")
@@ -44,23 +44,23 @@ def against(
         "llama.cpp: a GGUF model through lz against it, by logits and KL; it is installed from a "
         "wheel into an environment of its own"))] = "",
     quick: Quick = False, full: Annotated[bool, typer.Option(
-        "--full", help="of --peer: more positions, and a decode of 512 tokens")] = False,
-    perf: Annotated[bool, typer.Option("--perf", help="of --peer: tokens/s, in turns")] = False,
+        "--full", help="with --peer: more positions, and a decode of 512 tokens")] = False,
+    perf: Annotated[bool, typer.Option("--perf", help="with --peer: tokens/s, in turns")] = False,
     build: Annotated[bool, typer.Option("--build", help=(
-        "of --peer: compile it for this machine, a quarter of an hour the first time"))] = False,
+        "with --peer: compile it for this machine, a quarter of an hour the first time"))] = False,
     threads: Annotated[int, typer.Option(
-        "--threads", min=0, help="of --peer; 0: as many as torch uses")] = 0,
+        "--threads", min=0, help="with --peer: CPU threads; 0: as many as torch")] = 0,
     model: Annotated[str, typer.Option(
-        "--model", help="of --peer: a GGUF file; default: SmolLM2")] = "",
+        "--model", help="with --peer: a GGUF file; default: SmolLM2")] = "",
     out: Annotated[Path | None, typer.Option(
-        "--out", metavar="FILE", help="of --peer: write the report there too")] = None,
+        "--out", metavar="FILE", help="with --peer: write the report there too")] = None,
     level: Annotated[int, typer.Option("--level", min=0, max=1, help=(
         "1: kernels against their contracts, as lz verify kernels"))] = 0,
     device: o.DeviceKind = None,
     allow_untested: Annotated[bool, typer.Option("--allow-untested", help=(
-        "of --level 1: also kernels that were never run on their hardware"))] = False,
+        "with --level 1: also kernels that were never run on their hardware"))] = False,
     report: Annotated[bool, typer.Option("--report", help=(
-        "of --level 1: write lz-verify-DEVICE.json, to be sent to the project"))] = False,
+        "with --level 1: write lz-verify-DEVICE.json, to be sent to the project"))] = False,
     as_json: o.Json = False,
 ) -> None:
     """Kernels, models and definitions against references. Exit code 1 if something disagrees."""
@@ -115,7 +115,7 @@ def models(
     kernel: Annotated[str, typer.Option(
         "--kernel", help="a kernel that serves wherever it can")] = "",
     steps: Annotated[int, typer.Option(
-        min=0, help="of training, each optimizer; 0: as the lane says")] = 0,
+        min=0, help="training steps of each optimizer; 0: as many as the effort takes")] = 0,
     model: Gguf = "", text: Text = "", verbose: Verbose = False, seed: Seed = 0,
     device: o.DeviceKind = None, as_json: o.Json = False,
 ) -> None:
@@ -173,7 +173,7 @@ def definitions(
         "--size", autocompletion=o.complete(SIZES),
         help=f"{', '.join(SIZES)}; may be repeated")] = None,
     workloads: Annotated[int, typer.Option(
-        min=0, help="also so many of the dataset's own workloads")] = 0,
+        min=0, help="also this many of the dataset's own workloads")] = 0,
     trust: Annotated[list[Path] | None, typer.Option(
         "--trust", metavar="DIR", help="run the references below DIR, which is code; may be "
                                        "repeated")] = None,
@@ -189,12 +189,12 @@ def definitions(
         "--write-tests", metavar="DIR", help="write a pytest file for each definition "
                                              "instead")] = None,
     force: Annotated[bool, typer.Option(
-        "--force", help="of --write-tests: also where there is one")] = False,
+        "--force", help="with --write-tests: also where there is one")] = False,
     mutate: Annotated[int | None, typer.Option(
         "--mutate", metavar="N", min=0, help="change each reference in N ways, 0: in all, and tell "
                                              "which changes are not noticed")] = None,
     out: Annotated[Path | None, typer.Option(
-        "--out", metavar="FILE", help="of --mutate: write the result there too")] = None,
+        "--out", metavar="FILE", help="with --mutate: write the result there too")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Definitions of others, in the FlashInfer-Trace schema, against lz."""
@@ -244,11 +244,11 @@ def gate(
         "the hardware class: cpu-x86, cpu-arm, hopper, ...; default: this machine's accelerator, "
         "else its CPU"))] = "",
     device: o.DeviceKind = None, family: Annotated[list[str] | None, typer.Option(
-        "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
+        "--family", help=f"families of models: {', '.join(FAMILIES)}; may be repeated")] = None,
     backend: Annotated[str, typer.Option(
-        "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
+        "--backend", help="for models: a kernel or library that serves wherever it can")] = "",
     baseline: Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help=(
-        "of performance; default: benchmarks/baselines/TARGET.json"))] = None,
+        "performance baseline; default: benchmarks/baselines/TARGET.json"))] = None,
     waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help=(
         "thresholds that may be passed, why and until when; default: "
         "benchmarks/baselines/waivers.yaml"))] = None,
@@ -261,7 +261,7 @@ def gate(
     combined: Annotated[list[Path] | None, typer.Option("--combine", metavar="GATE.JSON", help=(
         "judge the reports of several targets instead; may be repeated"))] = None,
     require: Annotated[list[str] | None, typer.Option("--require", metavar="TARGET", help=(
-        "of --combine: a target that must have passed every stage; may be repeated"))] = None,
+        "with --combine: a target that must have passed every stage; may be repeated"))] = None,
     out: Annotated[Path | None, typer.Option(
         "--out", metavar="DIR", help="write gate.json, gate.html and gate.txt there too")] = None,
     as_json: o.Json = False,
@@ -298,7 +298,7 @@ def soak(
         "the report, written after every sample; default: that of --resume, else "
         "soak.json"))] = None,
     threads: Annotated[int, typer.Option(
-        "--threads", min=1, max=256, help="that call at once")] = 4,
+        "--threads", min=1, max=256, help="threads that call at once")] = 4,
     faults: Annotated[float, typer.Option("--faults", min=0.0, max=0.5, help=(
         "share of the calls of planted kernels that fail"))] = 0.02,
     forks: Annotated[bool, typer.Option(

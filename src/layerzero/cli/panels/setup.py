@@ -79,12 +79,13 @@ def generate(
     words: Annotated[str, typer.Argument(
         metavar="PROMPT|FILE.gguf", help="what to say to the model, or with -p the model")] = "",
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="what to say to the model")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="at most so many")] = 128,
+    max_tokens: Annotated[int, typer.Option(
+        "--max-tokens", min=1, help="at most this many tokens")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(
         "--top-p", min=0.0, max=1.0, help="keep the likeliest up to this mass")] = 1.0,
     top_k: Annotated[int, typer.Option(
-        "--top-k", min=0, help="keep so many of the likeliest; 0: all")] = 0,
+        "--top-k", min=0, help="keep this many of the likeliest tokens; 0: all")] = 0,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     dtype: Annotated[str, typer.Option(
         callback=o.float_dtype, autocompletion=o.complete(o.FLOATS), help=(

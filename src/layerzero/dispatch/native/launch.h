@@ -52,7 +52,7 @@ struct Allocation {
   c10::Allocator *allocator;                    // that of the recorded call
   size_t bytes;
 };
-enum Origin { INPUT, ALLOCATED, KEPT };
+enum Origin { INPUT, ALLOCATED, PERSISTENT };
 struct Pointer { size_t offset; Origin origin; int index; int64_t add; };
 struct Number { size_t offset; int width, param; bool is_stride; int axis; int64_t factor; };
 struct Launch {
@@ -318,7 +318,7 @@ inline bool read_launch(Recording *r, PyObject *tuple, size_t *numbers) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pointers); i++) {
     PyObject *p = PyTuple_GET_ITEM(pointers, i);
     Pointer pointer{(size_t)number_at(p, 0), (Origin)number_at(p, 1), (int)number_at(p, 2), number_at(p, 3)};
-    if (pointer.origin != KEPT) l.pointers.push_back(pointer);  // kept memory has its address in the bytes already
+    if (pointer.origin != PERSISTENT) l.pointers.push_back(pointer);  // its address is in the bytes already
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(varying); i++) {
     PyObject *n = PyTuple_GET_ITEM(varying, i);

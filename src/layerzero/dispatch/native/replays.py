@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ...spec import replay
 from ...spec.replay import Launch, Varying
 
-INPUT, ALLOCATED, KEPT = range(3)              # as in launch.h
+INPUT, ALLOCATED, PERSISTENT = range(3)        # as in launch.h
 aten = torch.ops.aten
 ALLOCATES = frozenset((aten.empty.memory_format, aten.empty_like.default,
                        aten.empty_strided.default,
@@ -159,7 +159,7 @@ class LaunchRecorder(TorchDispatchMode):
         if storage not in self.static_tensors:
             self.refuse("it passes memory of unknown origin" if not owners
                         else "a view of memory that arguments share")
-        return KEPT, 0, 0
+        return PERSISTENT, 0, 0
 
 
 def _same(t: Tensor, allocation: Tensor) -> bool:

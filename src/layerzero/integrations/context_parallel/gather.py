@@ -141,7 +141,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, stride: int,
         else:
             results = call(part, kv[..., :dim], kv[..., dim:])
             parts.append(results if isinstance(results, tuple) else (results,))
-    out, *lse = (_joined(t) for t in zip(*parts))
+    out, *lse = (_join(t) for t in zip(*parts))
     return out, lse[0] if lse else None, records
 
 
@@ -170,8 +170,8 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
             dkvs.append(before.wait().to(k.dtype))
     if reduced is not None:
         dkvs.append(reduced.wait().to(k.dtype))
-    dkv = _joined(dkvs)
-    return _joined(dqs), dkv[..., :dim], dkv[..., dim:]
+    dkv = _join(dkvs)
+    return _join(dqs), dkv[..., :dim], dkv[..., dim:]
 
 
 def _packed(k: Tensor, v: Tensor, first: int, stride: int) -> Tensor:
@@ -179,5 +179,5 @@ def _packed(k: Tensor, v: Tensor, first: int, stride: int) -> Tensor:
     return torch.cat((k[:, first:first + stride], v[:, first:first + stride]), -1)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)

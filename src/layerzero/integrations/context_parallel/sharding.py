@@ -61,7 +61,7 @@ class Sequences:
         def build() -> Items:
             rows = [(self._starts(slot), self._visible(chunk, is_causal))
                     for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))]
-            return self._addressed(rows, tokens)
+            return self._make_items(rows, tokens)
 
         return self._cached(("gathered", rank, tokens, is_causal), build)
 
@@ -72,7 +72,7 @@ class Sequences:
                             in enumerate(chunks_of(rank, self.world_size, self.layout)))
             rows = [(self._starts(slot) + rank * tokens, self._visible(chunk, is_causal))
                     for chunk, rank, slot in owners]
-            return self._addressed(rows, tokens)
+            return self._make_items(rows, tokens)
 
         return self._cached(("exchanged", tokens, is_causal), build)
 
@@ -96,7 +96,7 @@ class Sequences:
 
         return self._cached(("of_rank", rank, source, is_causal), build)
 
-    def _addressed(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
+    def _make_items(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
         """`rows`: where a chunk of every sequence begins, and how many chunks it sees."""
         place = {chunk: rank * tokens + self._starts(slot) for rank in range(self.world_size)
                  for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))}
@@ -130,7 +130,7 @@ class Sequences:
         return self.cu_seqlens[:-1] + slot * self._length
 
     def _cached(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        return _remembered(self.cu_seqlens,
+        return _build_once(self.cu_seqlens,
                            (*key, self.max_seqlen, self.layout, self.world_size), build)
 
 
@@ -158,11 +158,11 @@ def sequences_of(cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None, lay
                           "max_seqlen, the length of the longest local part, too")
     local = cu_seqlens
     if local.device != device:
-        local = _remembered(local, device, functools.partial(local.to, device, non_blocking=True))
+        local = _build_once(local, device, functools.partial(local.to, device, non_blocking=True))
     return Sequences(local, max_seqlen, layout, world_size)
 
 
-def _remembered(cu_seqlens: Tensor, key: Any, build: Callable[[], Any]) -> Any:
+def _build_once(cu_seqlens: Tensor, key: Any, build: Callable[[], Any]) -> Any:
     """All layers of a model make the same calls: what is made from cu_seqlens stays with it until
     it is overwritten."""
     # what was made in inference mode counts no versions

@@ -85,27 +85,27 @@ class Facts:
                 else ""
             raise DataError(
                 f"{file.path}: wanted the architecture {', '.join(ARCHITECTURES)}; got "
-                f"{shown(name, most=80)}{lacks}. Run it with llama.cpp, or give another model")
+                f"{shown(name, limit=80)}{lacks}. Run it with llama.cpp, or give another model")
         self.name, self.architecture = name, ARCHITECTURES[name]
 
     def wrong(self, key: str, want: str, got: Any) -> DataError:
         return DataError(f"{self.file.path}: wanted {self.name}.{key} as {want}, got "
-                         f"{shown(got, most=80)}; convert the model again")
+                         f"{shown(got, limit=80)}; convert the model again")
 
-    def integer(self, key: str, default: int | None = None, least: int = 1,
-                most: int = _MAX_SIZE) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1,
+                maximum: int = _MAX_SIZE) -> int:
         got = self.values.get(f"{self.name}.{key}", default)
         if isinstance(got, list) and got and all(n == got[0] for n in got):    # one for each layer
             got = got[0]
-        if type(got) is not int or not least <= got <= most:
-            raise self.wrong(key, f"a whole number from {least} to {most}, the same in all layers",
-                             got)
+        if type(got) is not int or not minimum <= got <= maximum:
+            wanted = f"a whole number from {minimum} to {maximum}, the same in all layers"
+            raise self.wrong(key, wanted, got)
         return got
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+    def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
         got = self.values.get(f"{self.name}.{key}", default)
-        if type(got) not in (int, float) or not math.isfinite(got) or got < least:  # type: ignore[arg-type]
-            raise self.wrong(key, f"a number of at least {least:g}", got)
+        if type(got) not in (int, float) or not math.isfinite(got) or got < minimum:  # type: ignore[arg-type]
+            raise self.wrong(key, f"a number of at least {minimum:g}", got)
         return float(got)                      # type: ignore[arg-type]
 
     def floats(self, name: str, count: int) -> list[float] | None:
@@ -143,17 +143,17 @@ def read_config(facts: Facts) -> DecoderConfig:
     kv_heads = facts.integer("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise facts.wrong("attention.head_count_kv", f"a divisor of {heads}", kv_heads)
-    rotary = facts.integer("rope.dimension_count", head_dim, most=head_dim)
+    rotary = facts.integer("rope.dimension_count", head_dim, maximum=head_dim)
     if rotary % 2:
         raise facts.wrong("rope.dimension_count", "an even number", rotary)
-    layers = facts.integer("block_count", most=_MAX_LAYERS)
-    longest = facts.integer("context_length", most=_MAX_POSITIONS)
-    experts = facts.integer("expert_count", 0, least=0)
+    layers = facts.integer("block_count", maximum=_MAX_LAYERS)
+    longest = facts.integer("context_length", maximum=_MAX_POSITIONS)
+    experts = facts.integer("expert_count", 0, minimum=0)
     if kind.experts and not experts:
         raise facts.wrong("expert_count", "at least 1", 0)
     if experts and facts.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise facts.wrong("expert_weights_scale", "1", facts.number("expert_weights_scale"))
-    inner = facts.integer("expert_feed_forward_length", 0, least=0) if experts else 0
+    inner = facts.integer("expert_feed_forward_length", 0, minimum=0) if experts else 0
     windows, window = _windows(facts, layers)
     embed = file.tensors.get("token_embd.weight")
     scale = (hidden / heads) ** -0.5 if layers == kind.scale_by_hidden else 0.0
@@ -171,13 +171,14 @@ def read_config(facts: Facts) -> DecoderConfig:
         attention_scale=facts.number("attention.scale", scale),
         softcap=facts.number("attn_logit_softcapping", 0.0),
         logit_softcap=facts.number("final_logit_softcapping", 0.0), experts=experts,
-        top_k=facts.integer("expert_used_count", most=experts) if experts else 0)
+        top_k=facts.integer("expert_used_count", maximum=experts) if experts else 0)
 
 
 def _windows(facts: Facts, layers: int) -> tuple[tuple[bool, ...], int]:
     """Return which layers have a window, () for all, and its size; 0 for none."""
     kind = facts.architecture
-    window = facts.integer("attention.sliding_window", kind.window, least=0, most=_MAX_POSITIONS)
+    window = facts.integer("attention.sliding_window", kind.window, minimum=0,
+                           maximum=_MAX_POSITIONS)
     if not kind.window_period or not window:
         return (), 0
     got = facts.values.get(f"{facts.name}.attention.sliding_window_pattern", kind.window_period)
@@ -195,7 +196,7 @@ def _scaling(facts: Facts, rotary: int, longest: int) -> dict[str, Any] | None:
     kind = facts.values.get(f"{facts.name}.rope.scaling.type", "none")
     factor = facts.number("rope.scaling.factor", 0.0) or facts.number("rope.scale_linear", 0.0)
     original = facts.integer("rope.scaling.original_context_length", longest,
-                             most=_MAX_POSITIONS)
+                             maximum=_MAX_POSITIONS)
     amplitude = facts.number("rope.scaling.attn_factor", 1.0)
     short = facts.floats("rope_freqs.weight", rotary // 2)
     long = facts.floats("rope_factors_long.weight", rotary // 2)

@@ -175,10 +175,10 @@ class _Header:
         self.at += struct.calcsize("<" + form)
         return value
 
-    def string(self, most: int = _MAX_STRING) -> str:
+    def string(self, limit: int = _MAX_STRING) -> str:
         length = self.fits(self.number("Q"), 1, "bytes of a string")
-        if length > most:
-            raise self.error(f"a string of {length} bytes, of which {most} are allowed")
+        if length > limit:
+            raise self.error(f"a string of {length} bytes, of which {limit} are allowed")
         start, self.at = self.at, self.at + length
         try:
             return self.mapped[start:self.at].decode("utf-8")
@@ -229,7 +229,7 @@ class _Header:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dims = self.string(_MAX_NAME), self.number("I")
         if not 1 <= dims <= _MAX_DIMS:
-            raise self.error(f"a tensor {shown(name, most=80)} of {dims} dimensions")
+            raise self.error(f"a tensor {shown(name, limit=80)} of {dims} dimensions")
         shape = tuple(self.number("Q") for _ in range(dims))
         return name, shape[::-1], self.number("I"), self.number("Q")
 
@@ -238,7 +238,7 @@ class _Header:
         """Return the tensors by name, each within the file and none over another."""
         if alignment not in _ALIGNMENTS or type(alignment) is not int:
             raise self.error(f"wanted an alignment that is a power of two from 8 to 2^20, got "
-                             f"{shown(alignment, most=80)}")
+                             f"{shown(alignment, limit=80)}")
         base = -(-self.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in infos:
@@ -247,23 +247,23 @@ class _Header:
                 raise self.error(f"the tensor {shown(name)} twice")
             if offset % alignment or tensor.start + tensor.nbytes > end:
                 raise self.error(
-                    f"the tensor {shown(name, most=80)}, {tensor.type} {list(shape)}, from byte "
+                    f"the tensor {shown(name, limit=80)}, {tensor.type} {list(shape)}, from byte "
                     f"{tensor.start} to {tensor.start + tensor.nbytes} of {end}, aligned to "
                     f"{alignment}")
             tensors[name] = tensor
         last = None
         for info in sorted(tensors.values(), key=lambda t: t.start):
             if last is not None and last.start + last.nbytes > info.start:
-                raise self.error(f"the tensor {shown(info.name, most=80)} lies over "
-                                 f"{shown(last.name, most=80)}")
+                raise self.error(f"the tensor {shown(info.name, limit=80)} lies over "
+                                 f"{shown(last.name, limit=80)}")
             last = info
         return tensors
 
     def located(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         if kind not in TYPES:
-            raise self.error(f"the tensor {shown(name, most=80)} of the unknown type {kind}")
+            raise self.error(f"the tensor {shown(name, limit=80)} of the unknown type {kind}")
         label, block, nbytes = TYPES[kind]
         if min(shape) < 1 or max(shape) > 8 * len(self.mapped) or shape[-1] % block:
-            raise self.error(f"the tensor {shown(name, most=80)}, {label} {list(shape)}; wanted "
+            raise self.error(f"the tensor {shown(name, limit=80)}, {label} {list(shape)}; wanted "
                              f"rows of a multiple of {block} values, and no size of 0")
         return TensorInfo(name, label, shape, start, shape[-1] // block * nbytes)

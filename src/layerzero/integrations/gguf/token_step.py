@@ -69,7 +69,7 @@ class TokenStep(ChosenKernels):
                 kv.reserve(i, place + 1)
             if self._native is not None:
                 self._native.refresh()
-        logits = self._decode(self._embedded(token), place)
+        logits = self._decode(self._embed(token), place)
         kv.length, cap = place + 1, c.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -85,7 +85,7 @@ class TokenStep(ChosenKernels):
         logits = self._head(normed)[0]
         return logits
 
-    def _embedded(self, token: int) -> Tensor:
+    def _embed(self, token: int) -> Tensor:
         weight, scale = self.decoder.weights["embed"], self.config.embed_scale
         row = (GgmlWeight(weight.blocks[token:token + 1], weight.format).dequantized()
                if isinstance(weight, GgmlWeight) else weight[token:token + 1].clone())

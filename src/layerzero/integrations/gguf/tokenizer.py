@@ -45,13 +45,13 @@ def tokenizer_json(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
                                ("merges", merges, str)):
         if not isinstance(values, list) or not all(isinstance(v, item) for v in values):
             raise DataError(f"{path}: wanted tokenizer.ggml.{name} as an array of {item.__name__}, "
-                            f"got {shown(values, most=80)}")
+                            f"got {shown(values, limit=80)}")
     assert tokens is not None and kinds is not None and merges is not None
     unpaired = next((pair for pair in merges if " " not in pair[1:]), None)
     if unpaired is not None:
         raise DataError(
             f"{path}: wanted two tokens in each of tokenizer.ggml.merges, got "
-            f"{shown(unpaired, most=80)}")
+            f"{shown(unpaired, limit=80)}")
     added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False,
               "rstrip": False,
               "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds))
@@ -78,10 +78,10 @@ def tokenizer_data(file: Path, facts: Mapping[str, Any]) -> dict[str, Any] | Tok
     if not isinstance(kind, str) or not isinstance(cut, str):
         raise DataError(
             f"{file}: wanted the names of a tokenizer and its pre-tokenizer, got "
-            f"{shown(kind, most=80)} and {shown(cut, most=80)}")
+            f"{shown(kind, limit=80)} and {shown(cut, limit=80)}")
     if kind not in _MODELS:
         raise DataError(f"{file}: wanted a tokenizer of the model {' or '.join(_MODELS)}, got "
-                        f"{shown(kind, most=80)} with the pre-tokenizer {shown(cut, most=80)}")
+                        f"{shown(kind, limit=80)} with the pre-tokenizer {shown(cut, limit=80)}")
     if kind != "gpt2":
         return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
     if cut not in _PATTERNS:
@@ -112,7 +112,7 @@ def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, An
     if invalid is not None:
         raise DataError(
             f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
-            f"got {shown(invalid, most=80)}")
+            f"got {shown(invalid, limit=80)}")
     added = {side: tokens[i] for side, i in ids.items()}
     if added:
         single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]

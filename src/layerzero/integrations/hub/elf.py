@@ -62,7 +62,7 @@ class _BoundedFile(mmap.mmap):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_elf(path: Path) -> Iterator[Any]:
     """Open an ELFFile; NotElf if it cannot be read, here or in the `with` block."""
     try:
         from elftools.common.exceptions import ELFError
@@ -84,7 +84,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def read(path: Path) -> Binary:
     """Read what a compiled file needs; NotElf if it is damaged or of another kind."""
-    with _opened(path) as elf:
+    with _open_elf(path) as elf:
         machine = elf["e_machine"]
         undefined = frozenset(
             _checked(symbol.name) for section in elf.iter_sections("SHT_DYNSYM")
@@ -96,13 +96,13 @@ def read(path: Path) -> Binary:
 
 def read_needed_versions(path: Path) -> dict[str, frozenset[str]]:
     """Read only the symbol versions, which takes a fraction of the time of the symbols."""
-    with _opened(path) as elf:
+    with _open_elf(path) as elf:
         return _needed_versions(elf)
 
 
 def read_defined_versions(path: Path) -> frozenset[str]:
     """Read the versions of the symbols that a library defines."""
-    with _opened(path) as elf:
+    with _open_elf(path) as elf:
         return frozenset(_checked(next(names).name)
                          for section in elf.iter_sections("SHT_GNU_verdef")
                          for _, names in section.iter_versions())

@@ -140,7 +140,7 @@ class Hub:
 
         verdicts: tuple[Verdict, ...] = ()
         variant, build = "", None
-        run("allowed", lambda: self._allowed(name))
+        run("allowed", lambda: self._is_allowed(name))
         if not version and self.locked is not None and name in self.locked:
             version = (self.locked.pin(name, "")[0].rpartition("@")[2] if self._pins(name) == 1
                        else "")
@@ -163,7 +163,7 @@ class Hub:
         return sum(key.rpartition("@")[0] == name
                    for key in (self.locked.pins if self.locked else ()))
 
-    def _allowed(self, name: str) -> tuple[bool, str]:
+    def _is_allowed(self, name: str) -> tuple[bool, str]:
         if pattern := next((p for p in self.allow if fnmatchcase(name, p)), ""):
             return True, f"by {pattern!r}"
         if self.locked is not None and name in self.locked:
@@ -300,7 +300,7 @@ class Hub:
         pins = {}
         for key in names:
             name, _, version = key.partition("@")
-            self._allowed(sources.check_name(name))
+            self._is_allowed(sources.check_name(name))
             place = self._place(name, sources.check_version(None, version or None))[0]
             builds = {f.name: _read_build(place, f)[0] for f in sorted(place.build.iterdir())
                       if f.is_dir() and (f / "metadata.json").is_file()}

@@ -192,7 +192,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         return before  # type: ignore[no-any-return]
     report = Acceleration(type(model).__name__, _model=model)
     try:
-        with _evaluated(model):
+        with _eval_mode(model):
             _accelerate(report, patch, capture, seconds if measure else None, wanted, ids)
     # an interrupt is passed on, like whatever must not be caught
     except BaseException as error:
@@ -322,7 +322,7 @@ def _speculate(report: Acceleration, assistant: nn.Module | str, capture: bool |
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode, so that a trial neither draws for dropout nor changes the statistics of a batch
     norm; modes and the state of torch's generator are what they were afterwards."""
     modes = [(m, m.training) for m in model.modules()]

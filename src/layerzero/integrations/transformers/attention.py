@@ -143,7 +143,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
         if last - first < key.shape[2]:
             key, value = key[:, :, first:last], value[:, :, first:last]
     if indices is not None:
-        attention_mask = _selected(attention_mask, indices, key.shape[2])
+        attention_mask = _hide_unselected(attention_mask, indices, key.shape[2])
     if position_bias is not None:
         attention_mask = _with_bias(attention_mask, position_bias.to(query.dtype))
     elif attention_mask is not None and attention_mask.is_floating_point():
@@ -185,7 +185,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias + mask.to(bias.dtype)
 
 
-def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+def _hide_unselected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     """Returns the mask with all but the selected keys hidden; `indices` is (batch, seq_q, how
     many)."""
     hidden = indices.new_ones((*indices.shape[:-1], keys),

@@ -114,7 +114,8 @@ class Trial:
             return decoder(ids, **options)
         if self.across:
             books = getattr(decoder, "num_codebooks", 1)
-            return decoder(ids.repeat(books, 1), encoder_hidden_states=self._encoded(), **options)
+            return decoder(ids.repeat(books, 1), encoder_hidden_states=self._encoder_output(),
+                           **options)
         return decoder(inputs_embeds=decoder.get_input_embeddings()(ids), **options)
 
     @torch.no_grad()
@@ -132,7 +133,7 @@ class Trial:
                 f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
                 "each")
 
-    def _encoded(self) -> Tensor:
+    def _encoder_output(self) -> Tensor:
         like = next(self.decoder.parameters())
         gen = torch.Generator("cpu").manual_seed(1)
         width = self.decoder.config.hidden_size

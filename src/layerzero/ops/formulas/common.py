@@ -79,6 +79,14 @@ def position_terms(
     return bias, hidden
 
 
+def empty_result(query: Tensor, head_dim_v: int, return_lse: bool) -> Any:
+    """Returns empty tensors like the attention of packed queries (tokens, heads, head_dim), with
+    the log-sum-exp if asked for."""
+    out = query.new_empty((*query.shape[:2], head_dim_v))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return (out, query.new_empty(query.shape[:2], dtype=wide)) if return_lse else out
+
+
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last dimension with at least float32 accumulation; the result has x's
     dtype."""

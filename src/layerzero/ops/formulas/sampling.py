@@ -8,9 +8,8 @@ seed. Draw j of row r is one float64 in [0, 1), computed by SplitMix64 from a co
 
 `offset` is the generation step: each step has its own stream, so that no row repeats another's
 numbers later. With `seed_rows` r is 0: the stream of a row does not depend on its position in the
-batch. A token is drawn by inverse
-transform sampling in the order of token ids: the first token whose cumulative weight, summed in
-float64, exceeds u times the total.
+batch. A token is drawn by inverse transform sampling in the order of token ids: the first token
+whose cumulative weight, summed in float64, exceeds u times the total.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state
 from ..kernel.results import storage_address
 
 ROUNDS = 3                                     # of calls, after which memory is counted
-KEPT = 40                                      # results that must stay as they were
+HELD_RESULTS = 40                                      # results that must stay as they were
 
 
 def _result(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: str, seed: int,
@@ -66,13 +66,14 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
             first = results_of(run())
             copies = [t.clone() for t in first]
-            kept = [results_of(run()) for _ in range(KEPT)]
+            kept = [results_of(run()) for _ in range(HELD_RESULTS)]
             shared = {storage_address(t) for r in kept for t in r if t.numel()}
             if len(shared) < len(kept) * len({storage_address(t) for t in first if t.numel()}):
-                return result("failed", "aliasing", f"{KEPT} results share memory with each other")
+                return result("failed", "aliasing",
+                              f"{HELD_RESULTS} results share memory with each other")
             if any(not _equal(a, b) for a, b in zip(first, copies)):
                 return result("failed", "aliasing",
-                              f"a result changed within the {KEPT} calls after it")
+                              f"a result changed within the {HELD_RESULTS} calls after it")
             del kept
             different = 0
             leak = _count_memory(run, device, calls // (ROUNDS + 1))

@@ -366,7 +366,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     by_dtype = ([c for c, _ in zip((c for c in cells if c[1] == dtype
                                     and _accepts(kernel, c, device, seed)), range(12))]
                 for dtype in op.dtypes)
-    accepted = next((found for found in by_dtype if found), [])
+    accepted = next(filter(None, by_dtype), [])
     if op.read is not None or not accepted:
         return
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device)

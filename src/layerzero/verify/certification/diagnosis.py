@@ -239,11 +239,11 @@ def _confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: s
         values = case_values(op, r.case, r.dtype, device, r.seed)
         if _is_right(kernel, values, r.dtype):
             continue                           # wrong by too little for this judge
-        given = [p for p in op.params if not p.required and p.name != op.variant
+        optional = [p for p in op.params if not p.required and p.name != op.variant
                  and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
         neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
                                           if isinstance(v, Tensor) and v.is_floating_point()]
-                   for p in given}
+                   for p in optional}
         fixed = {n for n, others in neutral.items()
                  if any(_is_right(kernel, {**values, n: v}, r.dtype) for v in others)}
         if not fixed:

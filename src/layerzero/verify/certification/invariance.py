@@ -69,11 +69,11 @@ def check_invariance(kernel: Kernel, case: Mapping[str, Any], dtype: str, to: st
         return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)
     try:
         with torch.no_grad():
-            found = next(changed_bits(kernel, values, to), "")
+            problem = next(changed_bits(kernel, values, to), "")
     except FAULTS as e:
-        found = str(reason_of(e, classify(e)))
-    return CaseResult(kernel.id, case, dtype, "failed" if found else "passed", detail=found,
-                      circumstance=name, seed=seed, kinds=("invariance",) if found else ())
+        problem = str(reason_of(e, classify(e)))
+    return CaseResult(kernel.id, case, dtype, "failed" if problem else "passed", detail=problem,
+                      circumstance=name, seed=seed, kinds=("invariance",) if problem else ())
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[Part]:

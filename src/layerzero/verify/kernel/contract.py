@@ -246,9 +246,9 @@ def _expected(op: Op, values: Mapping[str, Any],
               key: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the formula's results in float64 and at the dtype of the call. Those of plain cases
     are kept for the next kernel of the op, whose inputs are the same."""
-    kept = _EXPECTED.get(key) if key is not None else None
-    if kept is not None:
-        return kept
+    cached = _EXPECTED.get(key) if key is not None else None
+    if cached is not None:
+        return cached
     results = formula(op, upcast(values)), formula(op, values)
     size = sum(t.nbytes for side in results for t in side if isinstance(t, Tensor))
     if key is not None and size < _EXPECTED_BYTES // 64:

@@ -239,10 +239,10 @@ def _known_calls(op: Op) -> tuple[tuple[frozenset[str], Facts], ...]:
 
 
 def _call_rows(op: Op, values: Mapping[str, Any]) -> Iterator[tuple[frozenset[str], Facts]]:
-    given, facts = given_arguments(op, values), read(op, values)
-    yield given, facts
+    arguments, facts = given_arguments(op, values), read(op, values)
+    yield arguments, facts
     if op.differentiable:
-        yield given, {**facts, "grad": True, **{
+        yield arguments, {**facts, "grad": True, **{
             f"{n}.requires_grad": True for n in op.differentiable if isinstance(values[n], Tensor)}}
 
 
@@ -254,7 +254,7 @@ def _accepted_calls(kernel: Kernel) -> list[tuple[frozenset[str], Facts]]:
     for device in _allowed_devices(kernel):
         # on further devices a sample is enough
         rows = _known_calls(kernel.op) if not accepted else _known_calls(kernel.op)[::5]
-        accepted += [(given, {**facts, **device}) for given, facts in rows
+        accepted += [(arguments, {**facts, **device}) for arguments, facts in rows
                      if next(kernel.reasons({**facts, **device}), None) is None]
     return accepted
 
@@ -362,8 +362,8 @@ def _claims(kernel: Kernel) -> Iterator[str]:
              leaf.fact == "grad" or leaf.fact.endswith("requires_grad") for r in kernel.requires
              for leaf in r.leaves())):
         yield "claims a backward, which no case that it accepts asks for"
-    untested = set(unrestricted_arguments(kernel)).difference({op.variant},
-                                                              *(given for given, _ in accepted))
+    untested = set(unrestricted_arguments(kernel)).difference(
+        {op.variant}, *(arguments for arguments, _ in accepted))
     if untested:
         untested &= find_argument_cases(kernel, "quick", _allowed_devices(kernel))[1]
     for name in sorted(n for n in untested
@@ -389,7 +389,7 @@ def _in_quick_lane(kernel: Kernel, fact: str, value: str) -> bool:
 
 def _forbidden(op: Op, name: str, accepted: Sequence[Facts]) -> bool:
     """Does the contract itself refuse the argument in every call that the kernel accepts?"""
-    with_argument = [facts for given, facts in _known_calls(op) if name in given][:4]
+    with_argument = [facts for arguments, facts in _known_calls(op) if name in arguments][:4]
     changes = [{n: v for n, v in facts.items() if n.partition(".")[0] == name}
                for facts in with_argument]
     calls = [{**facts, **change} for facts in accepted[::max(len(accepted) // 16, 1)]

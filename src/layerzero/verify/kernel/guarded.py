@@ -146,14 +146,14 @@ class GuardedResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
+        addresses = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
                  if isinstance(t, Tensor) and t.layout == torch.strided}
-        return tree_map_only(Tensor, lambda t: self._move(str(func), t, given), results)
+        return tree_map_only(Tensor, lambda t: self._move(str(func), t, addresses), results)
 
-    def _move(self, name: str, t: Tensor, given: set[int]) -> Tensor:
+    def _move(self, name: str, t: Tensor, addresses: set[int]) -> Tensor:
         if (type(t) is not Tensor or t.layout != torch.strided or t.device.type != "cpu"
                 or not t.numel() or _span(t) > 1 << 22 or 0 in t.stride()
-                or t.untyped_storage().data_ptr() in given):
+                or t.untyped_storage().data_ptr() in addresses):
             return t
         size = _span(t) * t.element_size()
         storage = torch.full((size + 2 * MARGIN_BYTES,), PATTERN, dtype=torch.uint8)

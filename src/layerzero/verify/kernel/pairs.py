@@ -76,14 +76,14 @@ def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, A
     dtypes = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     rows = []
     for i in range(POOL[lane]):
-        given = {n: rng.choice(values[1:]) if rng.random() < 0.4 else values[0]
+        options = {n: rng.choice(values[1:]) if rng.random() < 0.4 else values[0]
                  for n, values in levels.items()}
-        case = {**small, **{n: v for n, v in given.items() if v != levels[n][0]}}
+        case = {**small, **{n: v for n, v in options.items() if v != levels[n][0]}}
         dtype = dtypes[i % len(dtypes)]
         facts = _allowed_facts(op, case, dtype)
         if facts is not None:
-            named = sorted((n, repr(v)) for n, v in given.items())
-            masking = {(n, repr(v)) for n, v in given.items()
+            named = sorted((n, repr(v)) for n, v in options.items())
+            masking = {(n, repr(v)) for n, v in options.items()
                        if v != levels[n][0] and _masks(op, {**small, n: v})}
             rows.append((case, dtype, facts, frozenset(
                 pair for pair in combinations(named, 2) if not masking or masking & set(pair))))
@@ -176,7 +176,7 @@ def model_sizes(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
             n = _near(rng, largest)
             drawn = [{k: v for k, v in case.items() if k not in numbers}
                      for case in rng.sample(plain, min(len(plain), 3))]
-            for extra in ({}, *(given for given in drawn if given)):
+            for extra in ({}, *(options for options in drawn if options)):
                 # a formula that goes token by token is slow, and so is each of these
                 part = n // 16 if extra and op.family in _LOOPS else n
                 cases.append(tuple({**others, **extra, **_sized({name: default, **others}, name, m)}

@@ -60,7 +60,7 @@ def find_foreign_memory(results: Sequence[Any], values: Mapping[str, Any]) -> It
     held = _held_objects(results)              # first: what follows refers to them too
     tensors = [t for t in results if isinstance(t, Tensor)]
     inputs = [v for v in values.values() if isinstance(v, Tensor)]
-    given = {storage_address(v) for v in inputs}
+    addresses = {storage_address(v) for v in inputs}
     kinds = {type(v) for v in inputs} | {Tensor}
     inference = torch.is_inference_mode_enabled() or any(v.is_inference() for v in inputs)
     for i, t in enumerate(tensors):
@@ -70,7 +70,7 @@ def find_foreign_memory(results: Sequence[Any], values: Mapping[str, Any]) -> It
             yield Complaint("result", f"result {i} is an inference tensor, which autograd refuses")
         if t.requires_grad and not torch.is_grad_enabled():
             yield Complaint("result", f"result {i} requires a gradient where none is recorded")
-        if torch.is_grad_enabled() or not t.numel() or storage_address(t) in given:
+        if torch.is_grad_enabled() or not t.numel() or storage_address(t) in addresses:
             continue                           # autograd may keep what it needs
         storage = t.untyped_storage()
         owners = {id(o) for r in tensors for o in (r, r._base) if o is not None

@@ -27,7 +27,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "flo
           "int32", "int16",
           "int8", "bool")
 # characters, characters, lines
-MOST_REFERENCE, MOST_CONSTRAINT, MOST_CONSTRAINTS = 1 << 18, 500, 200
+MAX_REFERENCE, MAX_CONSTRAINT, MAX_CONSTRAINTS = 1 << 18, 500, 200
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
 # a zero byte; the parser's own limits
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -190,9 +190,9 @@ class Definition(Record,
             (at / "outputs" / name).wrong("a name that no input has", name)
         for i, text in enumerate(self.constraints):
             place = at / "constraints" / f"[{i}]"
-            if len(text) > MOST_CONSTRAINT or i >= MOST_CONSTRAINTS:
+            if len(text) > MAX_CONSTRAINT or i >= MAX_CONSTRAINTS:
                 place.wrong(
-                    f"at most {MOST_CONSTRAINTS} constraints of {MOST_CONSTRAINT} characters", text)
+                    f"at most {MAX_CONSTRAINTS} constraints of {MAX_CONSTRAINT} characters", text)
                 break
             try:
                 ast.parse(text, mode="eval")
@@ -219,8 +219,8 @@ def check_names(definition: Definition) -> None:
 
 
 def _check_reference(code: str, inputs: tuple[str, ...], at: At) -> None:
-    if len(code) > MOST_REFERENCE:
-        at.wrong(f"at most {MOST_REFERENCE} characters", code[:60])
+    if len(code) > MAX_REFERENCE:
+        at.wrong(f"at most {MAX_REFERENCE} characters", code[:60])
         return
     try:
         tree = ast.parse(code)

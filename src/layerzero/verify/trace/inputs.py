@@ -27,8 +27,8 @@ from .readings import chunk_size, small_numbers
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
-MOST_SEQUENCES = 1 << 20
-MOST_CHUNK = 512                               # of queries, that medium inputs exceed
+MAX_SEQUENCES = 1 << 20
+MAX_CHUNK = 512                               # of queries, that medium inputs exceed
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
 
@@ -176,8 +176,8 @@ class _Maker:
         known = [self.sizes[a] for a in names if a in self.sizes]
         known += [self.sizes[length] - 1] if length in self.sizes else []
         n = max(known[0] if known else self.size.sequences, 0)
-        if n > MOST_SEQUENCES:
-            raise DataError(f"{self.d.name}: wanted at most {MOST_SEQUENCES} sequences, got {n}")
+        if n > MAX_SEQUENCES:
+            raise DataError(f"{self.d.name}: wanted at most {MAX_SEQUENCES} sequences, got {n}")
         for axis in names:
             self.sizes.setdefault(axis, n)
         for name in self.indptrs:
@@ -189,7 +189,7 @@ class _Maker:
         queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
                    else [1] * n)
         chunk = chunk_size(self.d) if self.size is not SIZES["small"] else 0
-        if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MOST_CHUNK:
+        if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MAX_CHUNK:
             queries[0] = chunk + 3             # more than one of the reference's chunks
         paged = bool(self.page_ids or self.table)
         least = [math.ceil(q / self.page_size) if paged else q for q in queries]
@@ -232,23 +232,24 @@ class _Maker:
         return (spec.shape[0] if spec is not None and spec.shape
                 and spec.shape[0] in self.d.var_axes else "")
 
-    def _cut(self, total: int | None, n: int, most: int, least: int) -> list[int]:
+    def _cut(self, total: int | None, n: int, maximum: int, minimum: int) -> list[int]:
         """`n` lengths, random or with this sum."""
         if total is None:
-            return [int(torch.randint(least, most + 1, (), generator=self.gen)) for _ in range(n)]
+            return [int(torch.randint(minimum, maximum + 1, (), generator=self.gen))
+                    for _ in range(n)]
         if n == 0:
             return []
         cuts = sorted(torch.randint(0, total + 1, (n - 1,), generator=self.gen).tolist())
         return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
 
-    def _beyond(self, least: list[int], total: int | None, most: int) -> list[int]:
+    def _beyond(self, minimums: list[int], total: int | None, maximum: int) -> list[int]:
         """A length >= least[i] for each, if the sum allows it."""
         if total is None:
-            return [max(a, b) for a, b in zip(least, self._cut(None, len(least), most, 1))]
-        rest = total - sum(least)
+            return [max(a, b) for a, b in zip(minimums, self._cut(None, len(minimums), maximum, 1))]
+        rest = total - sum(minimums)
         if rest < 0:
-            return self._cut(total, len(least), most, 0)
-        return [a + b for a, b in zip(least, self._cut(rest, len(least), most, 0))]
+            return self._cut(total, len(minimums), maximum, 0)
+        return [a + b for a, b in zip(minimums, self._cut(rest, len(minimums), maximum, 0))]
 
     def _length(self, pages: int, queries: int) -> int:
         """Keys of a sequence with so many pages; its last page is rarely full."""
@@ -420,7 +421,7 @@ class _Maker:
             return torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
                 :math.prod(shape)].view(shape) % pool
         if low.endswith(("indices", "ids")):
-            return self._picked(shape)
+            return self._pick(shape)
         raise DataError(
             f"{self.d.name}: nothing is known of the input {name!r} ({spec.dtype}, axes "
             f"{', '.join(spec.shape or ())}) to make values for it; give it in a workload")
@@ -458,7 +459,7 @@ class _Maker:
         weights = torch.rand(shape, generator=self.gen).add(0.1).to(torch.bfloat16)
         return ids << 16 | (weights.view(torch.int16).to(torch.int64) & 0xFFFF)
 
-    def _picked(self, shape: tuple[int, ...]) -> Tensor:
+    def _pick(self, shape: tuple[int, ...]) -> Tensor:
         """Rows of different tokens of the cache, padded with -1 where there are not enough."""
         pool_axis = self._pool_axis()
         pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size

@@ -93,7 +93,7 @@ class _Trial:
     reference: Ran
 
 
-def mutate(definition: Definition, references: References, most: int = 0, seed: int = 0,
+def mutate(definition: Definition, references: References, limit: int = 0, seed: int = 0,
            size: str = "small", progress: Callable[[int, int], None] | None = None
            ) -> MutationReport:
     """Run the mutants of a definition's reference: `most` of them, or all."""
@@ -118,7 +118,7 @@ def mutate(definition: Definition, references: References, most: int = 0, seed: 
         trials = [_trial(used, answer, references, size, seed + s) for s in DRAWN]
     except DataError as e:
         return skipped(str(e))
-    every = mutants(used.reference, most, f"{definition.name} {seed}")
+    every = mutants(used.reference, limit, f"{definition.name} {seed}")
     alive: dict[int, str] = dict.fromkeys(range(len(every)), "")
     outcomes: dict[int, Outcome] = {}
     done = 0

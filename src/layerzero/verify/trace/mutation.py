@@ -49,31 +49,31 @@ class Mutant:
         return f"line {self.line}, {self.kind}: {self.change}"
 
 
-def mutants(code: str, most: int = 0, seed: str = "") -> list[Mutant]:
+def mutants(code: str, limit: int = 0, seed: str = "") -> list[Mutant]:
     """Return mutants of a reference; `most` of them if that is not 0, evenly of every kind."""
     tree = ast.parse(code)
-    found: dict[str, Mutant] = {}
+    candidates: dict[str, Mutant] = {}
     original = ast.unparse(tree)
     for site in _sites(tree):
         for kind, change, alter in _changes(site):
             twin = _copy_with(tree, site, alter)
             text = ast.unparse(twin) if twin is not None else original
             if text != original and _compiles(text):
-                found.setdefault(text, Mutant(kind, getattr(site, "lineno", 0), change, text))
-    every = list(found.values())
-    return every if not most or len(every) <= most else _evenly(every, most, seed)
+                candidates.setdefault(text, Mutant(kind, getattr(site, "lineno", 0), change, text))
+    every = list(candidates.values())
+    return every if not limit or len(every) <= limit else _evenly(every, limit, seed)
 
 
-def _evenly(every: list[Mutant], most: int, seed: str) -> list[Mutant]:
+def _evenly(every: list[Mutant], limit: int, seed: str) -> list[Mutant]:
     rng, by_kind = random.Random(seed), {}     # type: random.Random, dict[str, list[Mutant]]
     for m in every:
         by_kind.setdefault(m.kind, []).append(m)
     for group in by_kind.values():
         rng.shuffle(group)
     chosen: list[Mutant] = []
-    while len(chosen) < most:
+    while len(chosen) < limit:
         for group in by_kind.values():
-            if group and len(chosen) < most:
+            if group and len(chosen) < limit:
                 chosen.append(group.pop())
     return sorted(chosen, key=lambda m: (m.line, m.kind, m.change))
 

@@ -23,7 +23,7 @@ ENOUGH = 1 << 30
 # two blocks of every usual size and more, so that an index of a block matters; what follows from
 # one is no other
 SMALLER = (384, 256, 640)
-LEAST = 512                                    # smaller axes are not what makes a tensor large
+MIN_AXIS = 512                                    # smaller axes are not what makes a tensor large
 VOCABULARY = 1 << 14
 
 
@@ -58,7 +58,7 @@ def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int
         if not new:
             raise trouble
         try:
-            reference = _rewritten(definition, new)
+            reference = _rewrite(definition, new)
             break
         except CannotScale as e:
             owner = _owner(definition, e.axis, new)
@@ -93,7 +93,7 @@ def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
     fixed = [s.shape for s in definition.inputs.values() if s.shape and len(s.shape) > 1
              and all(a in known for a in s.shape)]
     large = dict.fromkeys([*(a for shape in fixed for a in shape[len(shape) > 2:]
-                             if known[a] >= LEAST),
+                             if known[a] >= MIN_AXIS),
                            # a vocabulary
                            *(a for s in definition.inputs.values() for a in s.shape or ()
                              if known.get(a, 0) > VOCABULARY)])
@@ -129,20 +129,20 @@ def _is_twice(definition: Definition, axis: str, base: str) -> bool:
             and re.search("inter|inner", base) is not None)
 
 
-def _rewritten(definition: Definition, new: dict[str, int]) -> str:
+def _rewrite(definition: Definition, new: dict[str, int]) -> str:
     tree = ast.parse(definition.reference)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _whole(node.value):
-            node.value = _replaced(definition, new, node.value, _names(node.targets))
+            node.value = _replace(definition, new, node.value, _names(node.targets))
         elif (isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
               and len(node.test.ops) == 1 \
                  and isinstance(node.test.ops[0], ast.Eq)):
             test = node.test
             if _whole(test.comparators[0]):
-                test.comparators[0] = _replaced(definition, new, test.comparators[0],
-                                                ast.unparse(test.left))
+                test.comparators[0] = _replace(definition, new, test.comparators[0],
+                                               ast.unparse(test.left))
             elif _whole(test.left):
-                test.left = _replaced(definition, new, test.left, ast.unparse(test.comparators[0]))
+                test.left = _replace(definition, new, test.left, ast.unparse(test.comparators[0]))
     old = {definition.const_axes[a]: a for a in new if definition.const_axes[a] != new[a]}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and type(node.value) is int and node.value in old \
@@ -160,7 +160,7 @@ def _names(targets: list[ast.expr]) -> str:
     return " ".join(ast.unparse(t) for t in targets)
 
 
-def _replaced(definition: Definition, new: dict[str, int], node: Any, bound_to: str) -> ast.expr:
+def _replace(definition: Definition, new: dict[str, int], node: Any, bound_to: str) -> ast.expr:
     """The literal for the axis that it is the size of; itself where it is no size that changes."""
     axes = [a for a, value in definition.const_axes.items() if value == node.value]
     named = [a for a in axes if re.search(rf"\b{re.escape(a)}\b", bound_to.lower())]

@@ -46,7 +46,7 @@ def register(solution: Solution, definition: Definition, trusted: Sequence[str |
     inputs = generate(definition, device=run_on)
     want = answer(inputs)
     try:
-        got = _called(solution, definition, entry_of(solution), list(inputs.values()), want)
+        got = _call_traced(solution, definition, entry_of(solution), list(inputs.values()), want)
     except FAULTS as e:
         raise RegistrationError(
             f"solution {solution.name!r} raised {type(e).__name__} when it was tried: {e}") from e
@@ -85,7 +85,7 @@ def kernel_of(solution: Solution, definition: Definition,
               if kind in " ".join(solution.spec.target_hardware).lower()] or ["cuda"])
     slug = re.sub(r"[^a-z0-9_]", "_", solution.name.lower())
     return Kernel(
-        f"solution.{slug}", op, lambda: _adapted(solution, definition, answer, op, params),
+        f"solution.{slug}", op, lambda: _adapt(solution, definition, answer, op, params),
         requires=(device(*kinds), *_rules(op, definition, answer)), differentiable=False,
         traceable=False, graph_safe=False,
         note=f"the solution {solution.name} by {solution.author}")
@@ -126,9 +126,9 @@ def _rules(op: Op, definition: Definition, answer: Answer) -> list[Condition]:
     return list(dict.fromkeys(rules))
 
 
-def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
-             params: Sequence[Param]
-             ) -> Callable[..., Any]:
+def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
+           params: Sequence[Param]
+           ) -> Callable[..., Any]:
     """What the dispatcher calls: the operation's parameters by name, handed to the solution in its
     own order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
@@ -144,17 +144,17 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
         shaped = op.meta(**everything)
         like = dict(zip(definition.outputs, shaped if isinstance(shaped, (tuple, list))
                         else (shaped,)))
-        results = _called(solution, definition, entry,
-                          [values[of_input[n]] for n in definition.inputs], like)
+        results = _call_traced(solution, definition, entry,
+                               [values[of_input[n]] for n in definition.inputs], like)
         return tuple(results) if isinstance(shaped, (tuple, list)) else results[0]
 
     run.__signature__ = taken  # type: ignore[attr-defined]
     return run
 
 
-def _called(solution: Solution, definition: Definition, entry: Callable[..., Any],
-            arguments: Sequence[Any],
-            like: dict[str, torch.Tensor]) -> list[Any]:
+def _call_traced(solution: Solution, definition: Definition, entry: Callable[..., Any],
+                 arguments: Sequence[Any],
+                 like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
     if solution.spec.destination_passing_style:
         outputs = [torch.empty_like(like[n]) for n in definition.outputs]

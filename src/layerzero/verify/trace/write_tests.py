@@ -318,9 +318,9 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition],
         if too_large(definition):
             try:
                 used, changes = scaled(definition)
-                told = ", ".join(f"{axis} {new} instead of {old}"
-                                 for axis, (old, new) in changes.items())
-                note = f"Smaller than defined: {told}."
+                sizes = ", ".join(f"{axis} {new} instead of {old}"
+                                  for axis, (old, new) in changes.items())
+                note = f"Smaller than defined: {sizes}."
             except CannotScale as e:
                 note = f"As large as it is defined: {e}."
         path = Path("cases", _module(definition.op_type), f"{_module(definition.name)}.py")
@@ -335,11 +335,11 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition],
             target.write_text(content, encoding="utf-8")
         written.append(root / path)
     for kind in sorted({path.parent.name for path in written}):
-        inside(root, f"test_{kind}.py").write_text(_collected(root, kind), encoding="utf-8")
+        inside(root, f"test_{kind}.py").write_text(_collect(root, kind), encoding="utf-8")
     return written
 
 
-def _collected(root: Path, kind: str) -> str:
+def _collect(root: Path, kind: str) -> str:
     """The test file of a type: the classes of its cases, small sizes and, marked slow, medium."""
     lines = [f'"""Tests of the definitions of the type {kind}."""', ""]
     for path in sorted((root / "cases" / kind).glob("*.py")):

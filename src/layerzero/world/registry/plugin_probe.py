@@ -66,7 +66,7 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
 
 def _probe(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
     """Returns why the import fails, "" if it does not, and whether that is worth remembering."""
-    alone = _threads() == 1 and not torch.cuda.is_initialized()
+    alone = native_threads() == 1 and not torch.cuda.is_initialized()
     why, answered = _in_fork(entry, origin, read) if hasattr(os, "fork") else ("?", False)
     if why and not (alone or (answered and not torch.cuda.is_initialized())):
         why, answered = _in_fresh_process(entry, origin, read)
@@ -74,7 +74,7 @@ def _probe(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
     return why, not why or not answered
 
 
-def _threads() -> int:
+def native_threads() -> int:
     """Returns how many threads there are, those of libraries included; a fork has only the one that
     forked, and may wait for the others for ever."""
     try:

@@ -22,8 +22,8 @@
 
 KERNEL(attend, Params, WARPS * 32)
 {
-    Column* const columns = (Column*)(shared() + RING);                        // MOST
-    i32* const last = (i32*)(columns + MOST);      // one past the last column that sees a key, of each warp
+    Column* const columns = (Column*)(shared() + RING);                        // MAX_COLUMNS
+    i32* const last = (i32*)(columns + MAX_COLUMNS);  // one past the last column that sees a key, of each warp
     const Workspace workspace = workspace_of(p);
     const int kv_head = block_x();
     const int g = lane() / 4, t = lane() % 4, unit_in_row = lane() % UNITS, row_in_copy = lane() / UNITS;
@@ -65,10 +65,10 @@ KERNEL(attend, Params, WARPS * 32)
     if (member < unit.members) {
         const Item item = item_of(p, unit.first + member);
         const Range seen = keys_of(p, item, query);
-        if (query < item.n) own = Column{most(seen.begin, begin), least(seen.end, stop), item.first + query, 0};
+        if (query < item.n) own = Column{max_int(seen.begin, begin), min_int(seen.end, stop), item.first + query, 0};
     }
     if (own.low >= own.high) own.low = own.high = 0;
-    if (thread() < MOST) columns[thread()] = own;
+    if (thread() < MAX_COLUMNS) columns[thread()] = own;
     const u32 seeing = ballot(own.high > 0);
     if (lane() == 0) {
         int past = 0;
@@ -77,7 +77,7 @@ KERNEL(attend, Params, WARPS * 32)
     }
     sync_block();
     int used = 0, team = 1;
-    UNROLL for (int n = 0; n < WARPS; ++n) used = most(used, last[n]);
+    UNROLL for (int n = 0; n < WARPS; ++n) used = max_int(used, last[n]);
     const int tiles = (used + 7) / 8;
     while (team * COLS < tiles) team *= 2;
     const int warp_tiles = (tiles + team - 1) / team, row_group = warp() % team, first_column = row_group * warp_tiles * 8;
@@ -91,7 +91,7 @@ KERNEL(attend, Params, WARPS * 32)
         store4(queries + swizzle(at, n % UNITS), halves);
     }
     // What all of this warp's columns see, and what any of them sees.
-    int all_begin = 0, all_end = FAR, any_begin = FAR, any_end = 0;
+    int all_begin = 0, all_end = PAST_KEYS, any_begin = PAST_KEYS, any_end = 0;
     if (lane() < warp_tiles * 8 && first_column + lane() < used) {
         const Column seen = columns[first_column + lane()];
         all_begin = seen.low, all_end = seen.high;
@@ -211,7 +211,7 @@ KERNEL(attend, Params, WARPS * 32)
             fetch();
             ROLLED for (int n = 0; n < team; n += HALVES) {
                 const int from = warp() / team * team + n, first = base + from * KEYS;
-                if (first < least(any_end, stop) && first + HALVES * KEYS > any_begin)
+                if (first < min_int(any_end, stop) && first + HALVES * KEYS > any_begin)
                     multiply(chosen, halves, shared() + stage + from * 2 * STEP, first);
             }
             stage = stage == RING - STAGE ? 0 : stage + STAGE;
@@ -282,7 +282,7 @@ KERNEL(merge, Params, WARPS * 32)
         const bool shared_one = each < places[0].units;
         const Place place = shared_one ? places[0] : places[1];
         const Unit unit = each < units ? workspace.units[place.unit + each - (shared_one ? 0 : places[0].units)] : Unit{};
-        const bool seen = most(keys.begin, unit.begin) < least(keys.end, unit.end);
+        const bool seen = max_int(keys.begin, unit.begin) < min_int(keys.end, unit.end);
         const int column = (place.slot * p.max_queries + token - item.first) * GROUP + head % GROUP;
         const i64 row = (i64)(unit.part + column) * p.kv_heads + head / GROUP;
         const Float2 stats = seen ? workspace.stats[row] : Float2{NONE, 0};

@@ -40,7 +40,7 @@ constexpr int SPAN = WARPS * KEYS;                 // of a stage: a warp copies 
 constexpr int STEP = KEYS * DIM * 2;               // bytes of K, or of V, of a tile
 constexpr int STAGE = WARPS * 2 * STEP, RING = STAGES * STAGE;
 constexpr int PLACES = 2;                          // of an item: the pages that it shares, and its own
-static_assert(MOST * DIM * 2 <= STAGE, "the last stage holds the queries at first");
+static_assert(MAX_COLUMNS * DIM * 2 <= STAGE, "the last stage holds the queries at first");
 static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 FN int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -63,14 +63,14 @@ FN Workspace workspace_of(const Params& p) {
     i32* const tokens = (i32*)(places + PLACES * p.count);
     const i64 before = (i64)p.max_units * 8 + 4 + 11 * PLACES * p.count + p.tokens;
     float* const parts = p.workspace + (before + 3) / 4 * 4;
-    const i64 rows = (i64)(p.blocks / p.kv_heads + 1) * MOST + (i64)PLACES * p.count * p.max_queries * GROUP;
+    const i64 rows = (i64)(p.blocks / p.kv_heads + 1) * MAX_COLUMNS + (i64)PLACES * p.count * p.max_queries * GROUP;
     return Workspace{units, entries, places, tokens, unit_count, (Float2*)(parts + rows * p.kv_heads * DIM), parts};
 }
 
 FN Item item_of(const Params& p, int index) {
     const int first = p.starts ? p.starts[index] : index, n = p.starts ? p.starts[index + 1] - first : 1;
     const int length = p.lengths[index];
-    return Item{first, least(n, p.max_queries), 0, length, length - n};
+    return Item{first, min_int(n, p.max_queries), 0, length, length - n};
 }
 
 FN Range keys_of(const Params& p, const Item& item) {

@@ -6,22 +6,22 @@
 FN void compare(const Params& p, i32* common) {
     constexpr int AHEAD = 8;
     ROLLED for (int index = warp(); index < p.count; index += PLANNERS / 32) {
-        const int keys = index ? least(p.lengths[index], p.lengths[index - 1]) : 0;
-        const int full = least(keys / PAGE, p.max_pages);
+        const int keys = index ? min_int(p.lengths[index], p.lengths[index - 1]) : 0;
+        const int full = min_int(keys / PAGE, p.max_pages);
         const i32* row = p.table + offset64(index, p.table_row);
-        int differs = FAR;
-        ROLLED for (int base = 0; base < full && differs == FAR; base += 32 * AHEAD) {
+        int differs = PAST_KEYS;
+        ROLLED for (int base = 0; base < full && differs == PAST_KEYS; base += 32 * AHEAD) {
             i32 here[AHEAD], before[AHEAD];        // all are loaded before one is compared
             UNROLL for (int n = 0; n < AHEAD; ++n) {
-                const i32* at = row + least(base + n * 32 + lane(), full - 1);
+                const i32* at = row + min_int(base + n * 32 + lane(), full - 1);
                 here[n] = at[0];
                 before[n] = at[-p.table_row];
             }
             UNROLL for (int n = 0; n < AHEAD; ++n)
-                if (here[n] != before[n]) differs = least(differs, base + n * 32 + lane());
+                if (here[n] != before[n]) differs = min_int(differs, base + n * 32 + lane());
             differs = -warp_max(-differs);
         }
-        if (lane() == 0) common[index] = least(differs, full);
+        if (lane() == 0) common[index] = min_int(differs, full);
     }
 }
 
@@ -30,27 +30,27 @@ FN void compare(const Params& p, i32* common) {
 // pages of each sequence.
 template <typename Add>
 FN void group_items(const Params& p, const Range* seen, const i32* common, Add add) {
-    const int limit = MOST / (p.max_queries * GROUP);
+    const int limit = MAX_COLUMNS / (p.max_queries * GROUP);
     constexpr int FEWEST = 64;                     // shared keys that are worth an entry
     ROLLED for (int leader = 0, next; leader < p.count; leader = next) {
         int pages = 0;
         for (next = leader + 1; next < p.count; ++next) {
-            const int others = next - leader, fewer = others == 1 ? common[next] : least(pages, common[next]);
+            const int others = next - leader, fewer = others == 1 ? common[next] : min_int(pages, common[next]);
             if (fewer * PAGE < FEWEST || (i64)fewer * others < (i64)pages * (others - 1)) break;
             pages = fewer;
         }
         const int together = pages * PAGE;
         ROLLED for (int first = leader; pages && first < next; first += limit) {
-            const int members = least(limit, next - first);
-            Range keys = {FAR, 0};
+            const int members = min_int(limit, next - first);
+            Range keys = {PAST_KEYS, 0};
             for (int n = first; n < first + members; ++n)
-                if (seen[n].begin < least(seen[n].end, together)) {
-                    keys.begin = least(keys.begin, seen[n].begin);
-                    keys.end = most(keys.end, least(seen[n].end, together));
+                if (seen[n].begin < min_int(seen[n].end, together)) {
+                    keys.begin = min_int(keys.begin, seen[n].begin);
+                    keys.end = max_int(keys.end, min_int(seen[n].end, together));
                 }
             add(keys, leader, first, members, 0);
         }
-        for (int n = leader; n < next; ++n) add(Range{most(seen[n].begin, together), seen[n].end}, n, n, 1, 1);
+        for (int n = leader; n < next; ++n) add(Range{max_int(seen[n].begin, together), seen[n].end}, n, n, 1, 1);
     }
 }
 
@@ -96,7 +96,7 @@ KERNEL(plan, Params, PLANNERS)
         if (base + lane() < *entries) {
             entry = workspace.entries[base + lane()];
             units = (int)((entry.cost + *target - 1) / *target);
-            units = least(units, (entry.end - entry.begin + 2 * SPAN - 1) / (2 * SPAN));
+            units = min_int(units, (entry.end - entry.begin + 2 * SPAN - 1) / (2 * SPAN));
         }
         const int rows = entry.members * item_rows;
         int last_unit = units, last_part = units * rows;                       // inclusive sums
@@ -115,7 +115,7 @@ KERNEL(plan, Params, PLANNERS)
         const int each = p.weight + rows;          // the cost of a key
         ROLLED while (n + 1 < units) {
             const int keys = (int)(entry.cost * (n + 1) / units / each);
-            emit(most(begin, least(entry.begin + round_up(keys, KEYS), entry.end)));
+            emit(max_int(begin, min_int(entry.begin + round_up(keys, KEYS), entry.end)));
         }
         while (n < units) emit(entry.end);         // what is left; rounding may leave none to the last
         ROLLED for (int n = 0; n < entry.members; ++n)

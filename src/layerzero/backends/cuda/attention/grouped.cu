@@ -21,9 +21,9 @@
 KERNEL(grouped, Params, WARPS * 32)
 {
     u8* const room = shared() + RING;
-    Span* const spans = (Span*)room;               // MOST
-    Column* const columns = (Column*)(spans + MOST);                           // MOST
-    Range* const steps = (Range*)(columns + MOST); // STAGES
+    Span* const spans = (Span*)room;               // MAX_COLUMNS
+    Column* const columns = (Column*)(spans + MAX_COLUMNS);                    // MAX_COLUMNS
+    Range* const steps = (Range*)(columns + MAX_COLUMNS);  // STAGES
     i32* const cut = (i32*)(steps + STAGES);       // begin and end of this split
     const int split = block_x(), kv_head = block_y(), pass = block_z();
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
@@ -35,14 +35,14 @@ KERNEL(grouped, Params, WARPS * 32)
     const Range keys = keys_of(p, item);
     if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
     sync_block();
-    int fresh = keys.begin, lowest = FAR, highest = 0;
+    int fresh = keys.begin, lowest = PAST_KEYS, highest = 0;
     for (int n = 0; n < count; ++n) {
         const Span other = spans[n];
-        if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = most(fresh, other.high);
-        if (other.low < other.high) lowest = least(lowest, other.low), highest = most(highest, other.high);
+        if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = max_int(fresh, other.high);
+        if (other.low < other.high) lowest = min_int(lowest, other.low), highest = max_int(highest, other.high);
     }
     sync_block();
-    if (thread() < count) spans[thread()].fresh = least(fresh, keys.end);
+    if (thread() < count) spans[thread()].fresh = min_int(fresh, keys.end);
     sync_block();
 
     // Cut the keys where the cost reaches split / splits of the total.
@@ -52,8 +52,8 @@ KERNEL(grouped, Params, WARPS * 32)
     i64 cost = 0, all = 0;                         // of the keys before this thread's grain, and of all
     for (int n = 0; n < count; ++n) {
         const Span span = spans[n];
-        const int end = least(mine, span.high);
-        cost += (i64)span.rows * most(end - span.low, 0) + (i64)p.weight * most(end - span.fresh, 0);
+        const int end = min_int(mine, span.high);
+        cost += (i64)span.rows * max_int(end - span.low, 0) + (i64)p.weight * max_int(end - span.fresh, 0);
         all += (i64)span.rows * (span.high - span.low) + (i64)p.weight * (span.high - span.fresh);
     }
     i64* const costs = (i64*)shared();
@@ -77,13 +77,13 @@ KERNEL(grouped, Params, WARPS * 32)
     const int copied = warp() * COPIED;
     auto seek = [&]() {
         if (x >= until) {
-            int next = FAR;
+            int next = PAST_KEYS;
             ROLLED for (int n = lane(); n < count; n += 32)
-                if (spans[n].high > x) next = least(next, most(spans[n].low, x));
+                if (spans[n].high > x) next = min_int(next, max_int(spans[n].low, x));
             x = -warp_max(-next);
             int furthest = 0;
             ROLLED for (int n = lane(); n < count; n += 32)
-                if (spans[n].low <= x && spans[n].high > x) furthest = most(furthest, spans[n].high);
+                if (spans[n].low <= x && spans[n].high > x) furthest = max_int(furthest, spans[n].high);
             until = warp_max(furthest);
         }
     };
@@ -92,7 +92,7 @@ KERNEL(grouped, Params, WARPS * 32)
     const int copy_at = swizzle(copied + row_in_copy, unit);
     int filled = 0;                                // the stage that is filled next
     auto fetch = [&]() {                           // zeros past the last key of a pair of tiles
-        const int end = x < stop ? least(least(x + STEP, until), stop) : x;
+        const int end = x < stop ? min_int(min_int(x + STEP, until), stop) : x;
         if (thread() == 0) steps[filled] = Range{x, end};
         if (x + copied / PAIR * PAIR < end) {
             const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
@@ -117,15 +117,15 @@ KERNEL(grouped, Params, WARPS * 32)
     int used = 0, column = 0;
     for (int n = 0; n < count; ++n) {
         const Span span = spans[n];
-        const int rows = most(span.low, begin) < least(span.high, stop) ? span.rows : 0;
+        const int rows = max_int(span.low, begin) < min_int(span.high, stop) ? span.rows : 0;
         used += rows;
         if (span.high > keys.end || (span.high == keys.end && n < thread())) column += rows;
     }
-    if (most(keys.begin, begin) < least(keys.end, stop)) {
+    if (max_int(keys.begin, begin) < min_int(keys.end, stop)) {
         const int row = index_of(p, pass, thread()) * p.max_queries * GROUP;
         ROLLED for (int n = 0; n < item.n * GROUP; ++n) {
             const Range seen = keys_of(p, item, n / GROUP);
-            columns[column + n] = Column{most(seen.begin, begin), least(seen.end, stop), item.first + n / GROUP, row + n};
+            columns[column + n] = Column{max_int(seen.begin, begin), min_int(seen.end, stop), item.first + n / GROUP, row + n};
         }
     }
     const int tiles = (used + 7) / 8;
@@ -145,7 +145,7 @@ KERNEL(grouped, Params, WARPS * 32)
         store4(queries + swizzle(at, n % UNITS), halves);
     }
     // What all of this warp's columns see, and what any of them sees.
-    int all_begin = 0, all_end = FAR, any_begin = FAR, any_end = 0;
+    int all_begin = 0, all_end = PAST_KEYS, any_begin = PAST_KEYS, any_end = 0;
     if (lane() < warp_tiles * 8 && first_column + lane() < used) {
         const Column seen = columns[first_column + lane()];
         all_begin = any_begin = seen.low, all_end = any_end = seen.high;
@@ -206,14 +206,14 @@ KERNEL(grouped, Params, WARPS * 32)
                     if (SOFTCAP)                   // tanh by an exponential
                         scores[h][c][n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[h][c][n] * p.scale));
                 }
-        if (first < all_begin || first + PAIR > least(all_end, end)) {
+        if (first < all_begin || first + PAIR > min_int(all_end, end)) {
             UNROLL for (int c = 0; c < TILES; ++c)
                 UNROLL for (int e = 0; e < 2; ++e) {
                     const int column = first_column + c * 8 + 2 * t + e;
                     const Column seen = column < used ? columns[column] : Column{0, 0, 0, 0};
                     UNROLL for (int n = 0; n < 4; ++n) {
                         const int key = first + n * 8 + g;
-                        if (key < seen.low || key >= least(seen.high, end))
+                        if (key < seen.low || key >= min_int(seen.high, end))
                             scores[n / 2][c][n % 2 * 2 + e] = -bits_float(0x7F800000);
                     }
                 }
@@ -261,7 +261,7 @@ KERNEL(grouped, Params, WARPS * 32)
         fetch();
         ROLLED for (int n = key_set; n < STEP / PAIR; n += key_sets) {
             const int first = step.begin + n * PAIR;
-            if (first >= least(step.end, any_end)) break;
+            if (first >= min_int(step.end, any_end)) break;
             if (first + PAIR <= any_begin) continue;
             const int at = stage * STAGE + n * PAIR * DIM * 2;
             if (COLS == 1 || warp_tiles == 1) attend(Tiles<1>(), at, first, step.end);
@@ -334,7 +334,7 @@ KERNEL(merge, Params, WARPS * 32)
             const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
             ROLLED for (int first = 0; first < p.splits; first += 32) {
                 const int split = first + lane();
-                const bool seen = split < p.splits && most(keys.begin, cuts[split]) < least(keys.end, cuts[split + 1]);
+                const bool seen = split < p.splits && max_int(keys.begin, cuts[split]) < min_int(keys.end, cuts[split + 1]);
                 const Float2 stats = seen ? workspace.stats[(i64)split * workspace.rows + row] : Float2{NONE, 0};
                 const u32 splits = ballot(seen);
                 const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
@@ -343,7 +343,7 @@ KERNEL(merge, Params, WARPS * 32)
                 sum = sum * old + warp_sum(share * stats.y);
                 UNROLL for (int n = 0; n < PER_LANE; ++n)
                     UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
-                const int low = -warp_max(seen ? -split : -FAR), high = warp_max(seen ? split + 1 : 0);
+                const int low = -warp_max(seen ? -split : -PAST_KEYS), high = warp_max(seen ? split + 1 : 0);
                 ROLLED for (int n = low; n < high; n += AHEAD)
                     UNROLL for (int m = 0; m < AHEAD; ++m) {
                         // where there is no part, another is read in its place and counts nothing

@@ -29,7 +29,7 @@ constexpr int PAIR = 2 * KEYS;                     // of the two tiles that a wa
 constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
 constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
 constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
-constexpr int QUERY_STAGES = (MOST * DIM * 2 + STAGE - 1) / STAGE;             // the last ones hold the queries at first
+constexpr int QUERY_STAGES = (MAX_COLUMNS * DIM * 2 + STAGE - 1) / STAGE;      // the last ones hold the queries at first
 static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP % PAIR == 0, "a warp copies rows of one tile");
 static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
@@ -59,7 +59,7 @@ FN int pass_of(const Params& p, int index) { return index % p.passes; }
 
 FN Item item_of(const Params& p, int index) {
     const i32* v = p.items + index * 4;            // q_start, n, k_start, m
-    return Item{v[0], least(v[1], p.max_queries), v[2], v[2] + v[3], v[2] + v[3] - v[1]};
+    return Item{v[0], min_int(v[1], p.max_queries), v[2], v[2] + v[3], v[2] + v[3] - v[1]};
 }
 
 FN Range keys_of(const Params& p, const Item& item) {

@@ -13,19 +13,19 @@ constexpr int KEYS = 16;                           // of an MMA tile
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = DIM / 8;                     // of 16 bytes per row
 constexpr int AT_ONCE = 32 / UNITS;                // rows that a warp copies together
-constexpr int MOST = WARPS * COLS * 8;             // columns of a block
+constexpr int MAX_COLUMNS = WARPS * COLS * 8;      // columns of a block
 typedef Combine<COLS * 8, DIM> Part;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
-static_assert(MOST <= THREADS, "a thread for each column");
+static_assert(MAX_COLUMNS <= THREADS, "a thread for each column");
 constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
-constexpr int FAR = 1 << 30;                       // past all keys
+constexpr int PAST_KEYS = 1 << 30;                 // past all keys
 
 template <int N> struct Tiles { static constexpr int value = N; };
 
-FN int least(int a, int b) { return a < b ? a : b; }
-FN int most(int a, int b) { return a > b ? a : b; }
+FN int min_int(int a, int b) { return a < b ? a : b; }
+FN int max_int(int a, int b) { return a > b ? a : b; }
 
 // The keys that query i sees.
 template <typename Params> FN Range keys_of(const Params& p, const Item& item, int i) {
-    return Range{most(item.start, item.diagonal + i - p.left), least(item.end, item.diagonal + i + p.right + 1)};
+    return Range{max_int(item.start, item.diagonal + i - p.left), min_int(item.end, item.diagonal + i + p.right + 1)};
 }

@@ -231,10 +231,10 @@ KERNEL(gemv, Params, BOUNDS)
         sync_block();
     }
 
-    constexpr int KEPT = PER_BLOCK == 1 ? 4 : 2;           // sums per lane, tile of columns and 16 rows
-    float sum[TILES][TALL][KEPT];
+    constexpr int LANE_SUMS = PER_BLOCK == 1 ? 4 : 2;      // sums per lane, tile of columns and 16 rows
+    float sum[TILES][TALL][LANE_SUMS];
     UNROLL for (int c = 0; c < TILES; ++c) UNROLL for (int v = 0; v < TALL; ++v)
-        UNROLL for (int e = 0; e < KEPT; ++e) sum[c][v][e] = 0;
+        UNROLL for (int e = 0; e < LANE_SUMS; ++e) sum[c][v][e] = 0;
     UNROLL for (int c = 0; c < TILES; ++c) column[c] += first_block * step[c];
     u32 nan[LINES];                                        // fp8: a byte's highest bit is set if a code was NaN
     UNROLL for (int r = 0; r < LINES; ++r) nan[r] = 0;
@@ -294,7 +294,7 @@ KERNEL(gemv, Params, BOUNDS)
         UNROLL for (int c = 0; c < TILES; ++c) {
             column[c] += step[c];
             UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < 4; ++e)
-                sum[c][v][KEPT == 4 ? e : e / 2] += scale[v * 2 + e / 2][SCALES_OF_LANE == 1 ? 0 : e & 1]
+                sum[c][v][LANE_SUMS == 4 ? e : e / 2] += scale[v * 2 + e / 2][SCALES_OF_LANE == 1 ? 0 : e & 1]
                     * (CHAINS == 1 ? d[c][v][e] : d[c][v][e] + d[c + TILES * (CHAINS - 1)][v][e]);
         }
     };
@@ -305,8 +305,8 @@ KERNEL(gemv, Params, BOUNDS)
         }
         UNROLL for (int c = 0; c < TILES; ++c) {
             column[c] -= count * step[c];
-            UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < KEPT; ++e) {
-                const int r = v * 2 + e / (KEPT / 2);
+            UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < LANE_SUMS; ++e) {
+                const int r = v * 2 + e / (LANE_SUMS / 2);
                 float value = sum[c][v][e];
                 sum[c][v][e] = 0;
                 if (FP8 && nan[r] & 0x80808080) value = bits_float(0x7FC00000);

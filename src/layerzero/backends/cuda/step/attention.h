@@ -54,7 +54,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
     UNROLL for (int c = 0; c < COLS; ++c)
         UNROLL for (int n = 0; n < DIM / 16; n += 2) {
             u32 both[4];                           // the last of an odd number is read twice
-            ldmatrix4(both, at.queries + (c * 8 + lane() % 8) * PITCH + least(2 * n + lane() / 8, DIM / 8 - 1) * 16);
+            ldmatrix4(both, at.queries + (c * 8 + lane() % 8) * PITCH + min_int(2 * n + lane() / 8, DIM / 8 - 1) * 16);
             q[c][n][0] = both[0], q[c][n][1] = both[1];
             if (n + 1 < DIM / 16) q[c][n + 1][0] = both[2], q[c][n + 1][1] = both[3];
         }
@@ -62,7 +62,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
     ROLLED for (int n = (warp() + WARPS - work.next % WARPS) % WARPS; n < tiles; n += WARPS) {
         const u8* keys = work.tile(work.next + n);
         const u8* values = keys + TOKENS * PITCH;
-        const int many = least(TOKENS, end - begin - n * TOKENS), steps = ceil_div(many, 16);
+        const int many = min_int(TOKENS, end - begin - n * TOKENS), steps = ceil_div(many, 16);
         float scores[TOKENS / 16][COLS][4];
         UNROLL for (int s = 0; s < TOKENS / 16; ++s) {
             UNROLL for (int c = 0; c < COLS; ++c) scores[s][c][0] = scores[s][c][1] = scores[s][c][2] = scores[s][c][3] = 0;

@@ -39,7 +39,7 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
     const u8* tile_at = tile(number);
     const u8* codes = tile_at + g * code_pitch(BLOCKS) + t * (code_bytes(1) / 16);
     const u8* scales = tile_at + 16 * code_pitch(BLOCKS) + g * 4;
-    const u16* from = x + least(g, BATCH - 1) * STRIDE + t * 8;
+    const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
     float acc[TOGETHER][2][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
         UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
@@ -82,13 +82,13 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         float scale[2] = {1, 1}, bias = 0;         // asked for before anything is waited for
         if (is_last && CODES == 2)
             UNROLL for (int e = 0; e < 2; ++e) {
-                const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : least(item * 16 + lane() % 16, to.rows - 1);
+                const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : min_int(item * 16 + lane() % 16, to.rows - 1);
                 scale[e] = to.scales[row];
             }
-        if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[least(item * 16 + lane() % 16, to.rows - 1)]);
+        if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
         float sum[4] = {0, 0, 0, 0};
         ROLLED for (int s = own; s < SLICES; s += WARPS)
-            multiply_codes<BLOCKS, K>(next + n * SLICES + s, most(0, least(BLOCKS, K / 128 - s * BLOCKS)), x + s * (BLOCKS * 128),
+            multiply_codes<BLOCKS, K>(next + n * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)), x + s * (BLOCKS * 128),
                                       sum);
         UNROLL for (int e = 0; e < 4; ++e)
             if (2 * t + e % 2 < BATCH) found(n, warp())[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];

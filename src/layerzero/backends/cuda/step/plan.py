@@ -219,7 +219,7 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
     return None
 
 
-def candidate_configs(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
+def candidate_configs(shape: Shape, machine: Machine, limit: int = 2) -> list[Config]:
     """Returns the configurations that are worth a trial, the likeliest first, as measured on an
     H200: a tile is a whole row that is little longer than others, or has 32 tokens of wide heads;
     fewer stages where what is kept of x leaves less room."""
@@ -230,8 +230,8 @@ def candidate_configs(shape: Shape, machine: Machine, most: int = 2) -> list[Con
              ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
     wanted = CODED if shape.codes else tuple(
         Config(warps, stages, stages, tile=size) for warps, stages, size in tries)
-    found = [cfg for cfg in wanted if shared_layout(shape, cfg).bytes <= machine.shared]
-    return found[:most] or [Config(2, 4, 4)]
+    fitting = [cfg for cfg in wanted if shared_layout(shape, cfg).bytes <= machine.shared]
+    return fitting[:limit] or [Config(2, 4, 4)]
 
 
 def default_config(shape: Shape, machine: Machine) -> Config:

@@ -37,7 +37,7 @@ struct Producer {
         for (int n = 0; n < items; n += SLICES == 1 ? 1 : WARPS)
             for (int slice = 0; slice < SLICES; ++slice)
                 for (int e = n; e < (SLICES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
-                    const int row = share.item(e) * ROWS, many = e < share.count ? least(ROWS, rows - row) : 0;
+                    const int row = share.item(e) * ROWS, many = e < share.count ? min_int(ROWS, rows - row) : 0;
                     u8* to = acquire(many * (K / SLICES * 2));
                     if (lane() || !many || !to) continue;
                     const u16* from = weight + i64(row) * K + slice * (K / SLICES);
@@ -74,8 +74,8 @@ struct Producer {
         const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
         for (int n = 0; n < share.count; ++n)
             for (int slice = 0; slice < SLICES; ++slice, ++next) {
-                const int item = share.item(n), many = is_gated ? 16 : least(16, rows - item * 16);
-                const int bytes = code_bytes(most(0, least(BLOCKS, K / 128 - slice * BLOCKS)));
+                const int item = share.item(n), many = is_gated ? 16 : min_int(16, rows - item * 16);
+                const int bytes = code_bytes(max_int(0, min_int(BLOCKS, K / 128 - slice * BLOCKS)));
                 u8* to = acquire(bytes ? many * bytes + SCALES : 0);
                 sync_warp();
                 if (!to || !bytes) continue;
@@ -100,7 +100,7 @@ struct Producer {
             const i64 offset = (pair / KV_HEADS * room * KV_HEADS + pair % KV_HEADS) * DIM;
             for (int tile = 0; tile < tiles; ++tile, ++next) {
                 const int begin = over.begin(split) + tile * TOKENS;
-                const int many = least(TOKENS, ceil_div(end - begin, 16) * 16);     // those past the end are the last again
+                const int many = min_int(TOKENS, ceil_div(end - begin, 16) * 16);   // those past the end are the last again
                 u8* to = acquire();
                 if (!to) continue;
                 // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
@@ -122,7 +122,7 @@ struct Producer {
                 } else {
                     ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
                         const int row = n / UNITS, unit = n % UNITS;
-                        const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
+                        const i64 from = offset + i64(min_int(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
                         copy_small(to + row * PITCH + unit * 16, at.keys + from);
                         copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
                     }

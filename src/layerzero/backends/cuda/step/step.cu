@@ -52,8 +52,8 @@ FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
 FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
 FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
-FN int least(int a, int b) { return a < b ? a : b; }
-FN int most(int a, int b) { return a > b ? a : b; }
+FN int min_int(int a, int b) { return a < b ? a : b; }
+FN int max_int(int a, int b) { return a > b ? a : b; }
 
 // Shared memory
 
@@ -115,15 +115,15 @@ struct Spread {
     int start, chunk, splits, position;
     FN_MEMBER int workers() const { return BATCH * KV_HEADS * splits; }
     FN_MEMBER int begin(int split) const { return start + split * chunk; }
-    FN_MEMBER int end(int split) const { return least(position, start + (split + 1) * chunk); }
-    FN_MEMBER int tiles(int split) const { return most(0, ceil_div(end(split) - begin(split), TOKENS)); }
+    FN_MEMBER int end(int split) const { return min_int(position, start + (split + 1) * chunk); }
+    FN_MEMBER int tiles(int split) const { return max_int(0, ceil_div(end(split) - begin(split), TOKENS)); }
 };
 
 FN Spread spread(i64 window, int position) {
     const int start = window <= position ? position + 1 - int(window) : 0, past = position - start;
-    const int wanted = most(1, least(SPLITS, ceil_div(past, CHUNK)));
-    const int chunk = most(1, ceil_div(ceil_div(past, wanted), TOKENS)) * TOKENS;
-    return {start, chunk, most(1, ceil_div(past, chunk)), position};
+    const int wanted = max_int(1, min_int(SPLITS, ceil_div(past, CHUNK)));
+    const int chunk = max_int(1, ceil_div(ceil_div(past, wanted), TOKENS)) * TOKENS;
+    return {start, chunk, max_int(1, ceil_div(past, chunk)), position};
 }
 
 // Tiles that an item of several takes are WARPS apart, so that one warp gets them all.
@@ -322,7 +322,7 @@ struct Consumer {
         const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
         const int items = padded(share.count, tiles);
         ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
-            const int row = share.item(n) * ROWS + least(lane(), ROWS - 1);
+            const int row = share.item(n) * ROWS + min_int(lane(), ROWS - 1);
             const bool wanted = n < share.count && lane() < ROWS && row < to.rows;
             const float bias = BIAS && wanted && to.kind == TO_QKV ? to_float<true>(to.bias[row]) : 0.0f;
             float before[BATCH];
@@ -401,7 +401,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
         Layer following = p.layers[0];             // asked for a layer before it is needed
         ROLLED for (int l = 0; l < p.layer_count; ++l) {
             const Layer at = following;
-            following = p.layers[least(l + 1, p.layer_count - 1)];
+            following = p.layers[min_int(l + 1, p.layer_count - 1)];
             const Spread over = spread(at.window, position);
 #if CODES
             work.coded<HIDDEN, IN_CODE_SLICES>(at.qkv, at.qkv_scales, QKV, false);
@@ -423,7 +423,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
         if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
         if (*lost()) {                             // nothing may land after the block has ended
             const u64 begin = clock_ns();
-            for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
+            for (int n = max_int(0, work.issued - STAGES); n < work.issued; ++n)
                 while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
         }
     } else {
@@ -437,7 +437,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
             if (part == 0) {
                 at = following;
-                following = p.layers[least(l + 1, p.layer_count - 1)];
+                following = p.layers[min_int(l + 1, p.layer_count - 1)];
             }
             if (part % 2 == 0)
                 load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,

@@ -6,9 +6,8 @@ share the KV head, and their few tokens, are the rows of one tile. Scores are co
 queries are the narrow side.
 
 Each program stores its part (unnormalised sum, maximum, sum of exponentials). The last one to
-finish, found by a
-counter, merges the parts of its KV head and resets the counter: there is no second launch, and a
-captured graph can be replayed.
+finish, found by a counter, merges the parts of its KV head and resets the counter: there is no
+second launch, and a captured graph can be replayed.
 """
 
 from __future__ import annotations

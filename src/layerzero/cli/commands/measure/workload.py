@@ -101,9 +101,9 @@ def regret(source: Source, *, device: str | None, seconds: float, mode: str,
     return 1 if problems else 0
 
 
-def show_report(report: regrets.RegretReport, most: int = SHOWN) -> None:
+def show_report(report: regrets.RegretReport, limit: int = SHOWN) -> None:
     """Print the calls with the greatest regret, and the totals of the workload."""
-    worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:most]
+    worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:limit]
     show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (
         f", the {len(worst)} greatest" if len(worst) < len(report.rows) else ""))
     numbers = ("times", "us", "best us", "regret", "over torch")

@@ -67,7 +67,7 @@ def _write_tests(folder: Path, definitions: Sequence[Definition], references: Re
 GOAL = 0.98                                    # of mutants that are not equivalent
 
 
-def _mutate(definitions: Sequence[Definition], references: References, most: int, seed: int,
+def _mutate(definitions: Sequence[Definition], references: References, limit: int, seed: int,
             out: Path | None, as_json: bool) -> int:
     """Change every reference in `most` ways, or in all if that is 0; returns 1 if too many changes
     are not noticed."""
@@ -78,10 +78,10 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
             def advance(done: int, total: int, bar: Callable[..., None] = bar) -> None:
                 bar(completed=done, total=total)
 
-            report = run_mutants(definition, references, most, seed, progress=advance)
+            report = run_mutants(definition, references, limit, seed, progress=advance)
         reports.append(report)
         if out is not None:                    # after each: a run may be ended at any time
-            data = _mutation_data(reports, most, seed)
+            data = _mutation_data(reports, limit, seed)
             replace_output(out, json.dumps(data, indent=1) + "\n")
         if as_json:
             continue
@@ -93,7 +93,7 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
         for outcome in report.outcomes:
             if outcome.status == "survived":
                 show.text(f"      survived: {outcome.mutant}")
-    data = _mutation_data(reports, most, seed)
+    data = _mutation_data(reports, limit, seed)
     if as_json:
         show.as_json(data)
     elif data["rate"] is not None:
@@ -103,8 +103,8 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
     return 0 if data["rate"] is not None and data["rate"] >= GOAL else 1
 
 
-def _mutation_data(reports: Sequence[MutationReport], most: int, seed: int) -> dict[str, Any]:
-    return {"kind": "mutants", **summary(reports), "seed": seed, "mutants_each": most or "all",
+def _mutation_data(reports: Sequence[MutationReport], limit: int, seed: int) -> dict[str, Any]:
+    return {"kind": "mutants", **summary(reports), "seed": seed, "mutants_each": limit or "all",
             "torch": torch.__version__, "machine": hardware.probe("cpu").name,
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "reports": [r.to_json() for r in reports]}

@@ -156,8 +156,8 @@ def _code(function: Any) -> FunctionCode:
     text = f"{parameters[1:]} {[ast.dump(node) for node in body]}"
     return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part)
                                         for name in _named(node)),
-                _returned(body[-1], getattr(plain, "__globals__", {})), _calls(body),
-                _unpacked(body), _rotation_condition(body))
+                _returned_function(body[-1], getattr(plain, "__globals__", {})), _calls(body),
+                _unpacked_calls(body), _rotation_condition(body))
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def _named(node: ast.AST) -> tuple[str, ...]:
     return (name,) if isinstance(name, str) else ()
 
 
-def _returned(last: ast.stmt, names: dict[str, Any]) -> Any:
+def _returned_function(last: ast.stmt, names: dict[str, Any]) -> Any:
     call = last.value if isinstance(last, ast.Return) else None
     return (names.get(call.func.id) if isinstance(call, ast.Call)
             and isinstance(call.func, ast.Name) else None)
@@ -181,7 +181,7 @@ def _calls(body: list[ast.stmt]) -> tuple[str, ...]:
     return tuple(f.attr for f in sorted(own, key=lambda f: (f.lineno, f.col_offset)))
 
 
-def _unpacked(body: list[ast.stmt]) -> frozenset[str]:
+def _unpacked_calls(body: list[ast.stmt]) -> frozenset[str]:
     values = [node.value for part in body for node in ast.walk(part)
              if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
     return frozenset(call.func.attr for call in values if isinstance(call, ast.Call)

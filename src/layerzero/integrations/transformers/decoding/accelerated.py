@@ -67,7 +67,7 @@ class ModelWatch:
     def _members(self) -> list[Any]:
         return list(chain.from_iterable(held.values() for held in self._containers))
 
-    def _hooked(self) -> bool:
+    def _has_hooks(self) -> bool:
         """Returns whether there are hooks. Those of transformers itself, which stay once outputs
         were recorded, do nothing while none are."""
         others = [h for held in self._hooks for h in held.values()
@@ -78,7 +78,7 @@ class ModelWatch:
 
     def disturbed(self) -> str:
         """Returns what is no longer as it was, or ""."""
-        if (any(self._hooks) and self._hooked()) or nn_module._has_any_global_hook():
+        if (any(self._hooks) and self._has_hooks()) or nn_module._has_any_global_hook():
             return "a hook on one of its modules"
         if any(map(contains, self._attributes, repeat("forward"))):
             return "a module with a forward of its own"

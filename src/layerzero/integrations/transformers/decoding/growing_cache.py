@@ -47,7 +47,7 @@ class _Growing:
         if (buffer is None or not self.is_backed_by(buffer)
                 or self.start + length + more > buffer.shape[1]):
             size = length + max(more, MIN_CAPACITY, length // GROWTH)
-            self.move(_moved(self.keys, size), _moved(self.values, size), length)
+            self.move(_copy_to_larger(self.keys, size), _copy_to_larger(self.values, size), length)
         return self.start + length
 
     def is_backed_by(self, buffer: Tensor) -> bool:
@@ -157,7 +157,7 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
         return not self.record_past and super()._in_place()
 
 
-def _moved(states: Tensor, size: int) -> Tensor:
+def _copy_to_larger(states: Tensor, size: int) -> Tensor:
     batch, heads, length, dim = states.shape
     # it may be written to outside of that mode later
     with torch.inference_mode(False), torch.no_grad():

@@ -96,7 +96,8 @@ class Binder:
                 continue
         # a bound kernel is a function of the tensors alone
         named = [t for t in fixed.values() if isinstance(t, Tensor)]
-        ring = _cold([tuple(t for t in (*call, *named) if t is not None) for call in calls])
+        ring = _repeat_until_cold([tuple(t for t in (*call, *named) if t is not None)
+                                   for call in calls])
         race = Race(stopwatch("cuda"), faults.FAULTS)
         captured = []                              # the graphs live as long as they are timed
         for name, run in runs.items():
@@ -113,7 +114,7 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
     return tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v) for n, v in fixed.items())
 
 
-def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+def _repeat_until_cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     """Returns as many calls as it takes that the large tensors of the first have left the cache
     after the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]

@@ -221,7 +221,7 @@ def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config
             or getattr(cache, "offloading", False) or config.prefill_chunk_size is not None
             or accelerated.parts.by_axes or accelerated.model.config.is_encoder_decoder
             or any(kwargs.get(name) is not None and len(kwargs[name]) != rows for name in BY_ROW)
-            or not all(_repeated(t, copies) for t in (
+            or not all(_is_repeated(t, copies) for t in (
                 input_ids, *(kwargs[name] for name in BY_ROW if kwargs.get(name) is not None)))):
         return own(input_ids, config, kwargs, is_first_iteration=is_first_iteration)
     fewer = {name: value[::copies] if name in BY_ROW and value is not None else value
@@ -242,7 +242,7 @@ def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config
     return outputs
 
 
-def _repeated(t: Tensor, copies: int) -> bool:
+def _is_repeated(t: Tensor, copies: int) -> bool:
     """Are so many rows after each other the same?"""
     each = t.unflatten(0, (-1, copies))
     return bool((each == each[:, :1]).all())

@@ -209,15 +209,15 @@ class Tail:
         for stage, numbers in zip(plan.stages, self._numbers):
             scores = stage.apply(self, numbers, scores)
         if self._kernels is not None:
-            self._kernels.append(scores if not plan.sample else self._drawn(scores), self._eos,
+            self._kernels.append(scores if not plan.sample else self._draw(scores), self._eos,
                                  self._pad if plan.pad is not None else None, self.unfinished,
                                  self.count, self._row, self.log, self.step_input)
         else:
-            self._append(self._drawn(scores))
+            self._append(self._draw(scores))
         if self.seen is not None:
             self.seen.scatter_(1, self.step_input, True)
 
-    def _drawn(self, scores: Tensor) -> Tensor:
+    def _draw(self, scores: Tensor) -> Tensor:
         if not self.plan.sample:
             return torch.argmax(scores, dim=-1)
         if not self.plan.fused:                # as transformers does it: a seed gives its tokens

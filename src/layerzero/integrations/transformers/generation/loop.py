@@ -208,7 +208,7 @@ class _Loop:
         with model._optimize_model_for_decode():
             try:
                 self._first(logits)
-                while not self._finished():
+                while not self._is_finished():
                     while (self.issued < self.most and self.issued - self.accepted
                            <= (0 if self.once is None else self.ahead)):
                         self._issue()
@@ -224,7 +224,7 @@ class _Loop:
             return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.cache)
         return sequences
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         return self.accepted > 0 and (self.accepted >= self.most or not any(self.running))
 
     def _first(self, logits: Tensor) -> None:

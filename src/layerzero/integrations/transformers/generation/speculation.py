@@ -271,7 +271,7 @@ class Speculation:
     def _loop(self, streamer: Any, model: Any, input_ids: Tensor, logits_processor: Any = None,
               stopping_criteria: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         config = generation_config
-        refused = self._refused(input_ids, config, kwargs)
+        refused = self._why_refused(input_ids, config, kwargs)
         if refused:
             raise NotRecognised(refused)
         cache = kwargs["past_key_values"]
@@ -280,12 +280,12 @@ class Speculation:
         logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         self.draft.begin()
         ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
-        done = self._stopped(ids, 1, stopping_criteria, streamer)
+        done = self._is_stopped(ids, 1, stopping_criteria, streamer)
         self.stats.tokens += 1
         while not done:
             most = config.max_length - ids.shape[1] - 1
             drafted, parents = self.draft(ids[0], most) if most > 0 else (ids[0, :0], None)
-            new = self._verified(ids, drafted, parents, cache, logits_processor)
+            new = self._verify(ids, drafted, parents, cache, logits_processor)
             before = ids.shape[1]
             ids = torch.cat((ids, new[None]), 1)
             stop = self._stop_at(ids, before, stopping_criteria, streamer)
@@ -300,8 +300,8 @@ class Speculation:
             return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)
         return ids
 
-    def _verified(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
-                  processors: Any) -> Tensor:
+    def _verify(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
+                processors: Any) -> Tensor:
         try:
             return self._round(ids, drafted, parents, cache, processors)
         except NotRecognised as why:           # a hook came, weights were moved: one by the model
@@ -321,7 +321,7 @@ class Speculation:
             return self._chosen(ids, logits, processors)[0, -1:]
         logits, kv = self.rows(tokens, cache, tree)
         if processors:
-            logits = self._processed(ids, drafted, tree, logits, processors)
+            logits = self._process_logits(ids, drafted, tree, logits, processors)
         best, proposed = logits.argmax(-1).tolist(), tokens.tolist()
         above = [i - 1 for i in range(len(proposed))] if tree is None else tree.tolist()
         at, path = 0, [0]
@@ -339,8 +339,8 @@ class Speculation:
         return torch.tensor([best[i] for i in path], dtype=ids.dtype, device=ids.device)
 
     @staticmethod
-    def _processed(ids: Tensor, drafted: Tensor, tree: Tensor | None, logits: Tensor,
-                   processors: Any) -> Tensor:
+    def _process_logits(ids: Tensor, drafted: Tensor, tree: Tensor | None, logits: Tensor,
+                        processors: Any) -> Tensor:
         """Each row after the tokens that come before it."""
         above = list(range(-1, len(logits) - 1)) if tree is None else tree.tolist()
         scores, texts = [], [ids]
@@ -356,7 +356,7 @@ class Speculation:
         return torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
 
     @staticmethod
-    def _stopped(ids: Tensor, new: int, criteria: Any, streamer: Any) -> bool:
+    def _is_stopped(ids: Tensor, new: int, criteria: Any, streamer: Any) -> bool:
         if streamer is not None:
             streamer.put(ids[0, -new:].cpu())
         return bool(criteria(ids, None).all())
@@ -364,11 +364,11 @@ class Speculation:
     def _stop_at(self, ids: Tensor, before: int, criteria: Any, streamer: Any) -> int | None:
         """Returns the length at which generation ends; every token is shown in its turn."""
         for end in range(before + 1, ids.shape[1] + 1):
-            if self._stopped(ids[:, :end], 1, criteria, streamer):
+            if self._is_stopped(ids[:, :end], 1, criteria, streamer):
                 return end
         return None
 
-    def _refused(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str:
+    def _why_refused(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str:
         """Returns why this call is left to transformers, or nothing."""
         mode = config.get_generation_mode(None)
         if mode != "greedy_search":

@@ -1,9 +1,8 @@
 """Byte-level BPE in plain Python: the meaning of a tokenizer.json with that model.
 
 For tokenizers that fulfil `BYTE_LEVEL_BPE`, ids and offsets are exactly those of the tokenizers
-library. Everything
-else needs the library: other models, normalizers, other pre-tokenizers, added tokens that depend on
-their neighbours.
+library. Everything else needs the library: other models, normalizers, other pre-tokenizers, added
+tokens that depend on their neighbours.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def parse_tokenizer_json(text: str, source: str) -> dict[str, Any]:
         where, want, got = error
         raise DataError(
             f"{source}: wanted a tokenizer.json, in which {where} is {want}; got "
-            f"{shown(got, most=120)}")
+            f"{shown(got, limit=120)}")
     checked: dict[str, Any] = data
     return checked
 

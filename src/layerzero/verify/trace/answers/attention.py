@@ -204,8 +204,9 @@ def ragged(definition: Definition) -> list[Answer]:
     shared = ("" if starts_q and starts_k
               else p.take(r"cu_seqlens|indptr|seq_indptr", "where sequences begin", 1))
     starts_q, starts_k = starts_q or shared, starts_k or shared
-    for told in (r"max_seqlen_(q|qo)|max_q_len", r"max_seqlen_(k|kv)|max_kv_len", r"return_lse"):
-        p.maybe(told)                          # by the offsets and the outputs
+    for redundant in (r"max_seqlen_(q|qo)|max_q_len", r"max_seqlen_(k|kv)|max_kv_len",
+                      r"return_lse"):
+        p.maybe(redundant)                     # the offsets and the outputs say the same
     scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(
         r"(logits_)?soft_?cap")
     p.done()

@@ -17,7 +17,7 @@ from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
-REPEATS, MOST_NUMBERS = 128, 1 << 22           # of a row; of all rows together
+REPEATS, MAX_NUMBERS = 128, 1 << 22           # of a row; of all rows together
 EXPECTED = 12.0                                # draws of a token that comes at least once, surely
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
@@ -66,7 +66,7 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
 def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
     """The inputs with every row several times, and how often: at most REPEATS."""
     r, specs = answer.roles, answer.definition.inputs
-    times = max(1, min(REPEATS, MOST_NUMBERS // max(x[r["rows"]].numel(), 1)))
+    times = max(1, min(REPEATS, MAX_NUMBERS // max(x[r["rows"]].numel(), 1)))
     axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
     return {n: v.repeat_interleave(times, 0) if isinstance(v, Tensor) and v.dim()
             and (specs[n].shape or ("",))[0] == axis else v for n, v in x.items()}, times

@@ -301,12 +301,13 @@ class CapturedSteps:
                     fixed.take(cache)
                 _capture(fixed, capture, length)
             if fixed.gave_up():
-                fixed = self._replaced(fixed, step, cache, length, room, wanted, capture)
+                fixed = self._replace_buffers(fixed, step, cache, length, room, wanted, capture)
         fixed.shift_positions(shift)
         return fixed
 
-    def _replaced(self, lost: FixedBuffers, step: DecodeStep, cache: Any, length: int, room: int,
-                  wanted: int, capture: Callable[[FixedBuffers, int], None] | None) -> FixedBuffers:
+    def _replace_buffers(self, lost: FixedBuffers, step: DecodeStep, cache: Any, length: int,
+                         room: int, wanted: int,
+                         capture: Callable[[FixedBuffers, int], None] | None) -> FixedBuffers:
         """Replace buffers whose step gave up, and run its last token again in the new ones."""
         persistent.report_timeout(step)
         known = self._fixed[step.batch]

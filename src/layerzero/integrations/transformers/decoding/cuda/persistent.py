@@ -89,8 +89,8 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
     head_eps = {_rms(norm, at.head_dim) for norm in (at.q_norm, at.k_norm) if norm is not None}
     if len(eps) > 1 or len(head_eps) > 1:
         raise NotRecognised("its norms have different eps")
-    kinds = {_stored(weight) for weight in (joined.qkv.weight, joined.out.weight,
-                                            joined.mlp.into.weight, joined.mlp.down.weight)}
+    kinds = {_code_format(weight) for weight in (joined.qkv.weight, joined.out.weight,
+                                                 joined.mlp.into.weight, joined.mlp.down.weight)}
     if len(kinds) > 1:
         raise NotRecognised("its weights are in several formats")
     return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
@@ -99,7 +99,7 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
                  kinds.pop())
 
 
-def _stored(weight: Weight) -> str:
+def _code_format(weight: Weight) -> str:
     """Returns the format of a weight's codes, or "" for one in bf16."""
     if isinstance(weight, Tensor):
         if weight.dtype != torch.bfloat16:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..files.calls import Calls, load_calls
 from ..files.reading import printable
+from ..machine import locks
 from ..operate import readiness
 from ..plan.lockfile import Lockfile
 from ..plan.readiness import WANTED, OrPath, readiness_check
@@ -346,7 +347,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """Close the servers in the child: their threads are gone, and the port is the parent's."""
-    for server in list(_servers):
+    for server in locks.members(_servers):
         server._closed = True
         server._http.socket.close()
     _servers.clear()

@@ -271,7 +271,7 @@ def _note_fallback(event: Event) -> None:
 def _switch(cls: type[dispatch.Dispatcher]) -> None:
     """Make every dispatcher, now and later, an instance of this class."""
     vars(dispatch)["Dispatcher"] = cls
-    for dispatcher in dispatch.dispatchers.values():
+    for dispatcher in list(dispatch.dispatchers.values()):
         dispatcher.__class__ = cls
         if dispatcher.world is not None:
             dispatcher.install(dispatcher.world, force=True)

@@ -31,8 +31,8 @@ _ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to o
                        "out of memory", "busy", "locking protocol", "interrupted",
                        "permission denied", "not authorized", "file support is disabled")
 
-# serializes threads that read a view; held during a fork
-_reading = threading.Lock()
+# serializes threads that read a view; held during a fork; re-entrant, as a finalizer may read one
+_reading = threading.RLock()
 
 
 def _before_fork() -> None:

@@ -195,9 +195,18 @@ def _store_rows(policy: Policy, rows: list[Measurement],
             return []
     except ConfigError:
         pass
+    nested = _saving.is_held_here()            # a finalizer runs while this thread writes
     with _saving:  # unsaved until it is written, whatever happens meanwhile
-        state.unsaved = state.unsaved.including(rows, environments, rates)
-        return _save(policy)
+        while True:
+            before = state.unsaved
+            batch = before.including(rows, environments, rates)
+            if state.unsaved is before:
+                state.unsaved = batch
+                break
+        if not nested:
+            return _save(policy)
+        _schedule_retry()                      # should that write be over already
+        return []
 
 
 def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
@@ -215,8 +224,10 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
                 # found while reading: check all of it
                 if state.damaged is not None and state.damaged.path == target:
                     db.verify()
-                state.unsaved.write_to(db)
-            return problems + _mark_saved(without_password(target))
+                batch = state.unsaved
+                batch.write_to(db)
+            problems += _mark_saved(batch, without_password(target))
+            return problems + _save(policy, timeout)           # what was added meanwhile
         except CorruptStore as e:
             if attempt == "last":
                 return [*problems, _write_failed(without_password(target), e)]
@@ -229,9 +240,11 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
     return problems
 
 
-def _mark_saved(name: str) -> list[Event]:
-    count, failure = len(state.unsaved), state.writing
-    state.unsaved, state.damaged, state.reading, state.writing = Batch(), None, None, None
+def _mark_saved(batch: Batch, name: str) -> list[Event]:
+    count, failure = len(batch), state.writing
+    if state.unsaved is batch:
+        state.unsaved = Batch()
+    state.damaged, state.reading, state.writing = None, None, None
     return [StoreRecovered(store=name, written=count)] if failure is not None else []
 
 

@@ -141,7 +141,7 @@ class Pool:
     def _drop_lost(self, suspects: list[Worker]) -> list[Worker]:
         """Replaces the suspects that still nobody has, and returns those that nobody has now: one
         that was just taken or put back is none the next time."""
-        held = {w for w, holder in list(self.holders.items()) if holder.is_alive()}
+        held = {w for w, holder in self.holders.copy().items() if holder.is_alive()}
         lost = [w for w in list(self.workers) if w not in held] if self.idle.empty() else []
         for worker in lost:
             if worker in suspects:

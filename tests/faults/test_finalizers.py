@@ -132,7 +132,7 @@ def test_what_is_measured_while_measurements_are_written_is_written_too(tmp_path
     for where in sweep(record, record):
         measurements.retry_save()              # as its timer would
         with measurements.store(read_only=True) as store:
-            assert {m.bucket for m in store._rows()} == recorded, where
+            assert {m.bucket for m in store.rows()} == recorded, where
 
 
 def test_who_subscribes_while_another_subscribes_is_called():

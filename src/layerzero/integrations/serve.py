@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 EVERY = 5.0                                    # seconds between two checks
 STALE = 60.0                                   # seconds after which a check counts as hanging
 MAX_CONNECTIONS = 32                           # at once; see _Http.verify_request
-UNHURRIED_SECONDS = 1.0                        # after which a client gives its place to another
+UNHURRIED_SECONDS = 0.25                       # after which a client gives its place to another
 MAX_HEADER_BYTES = 1 << 14                     # of a whole request
 CONNECTION_SECONDS = 10.0                      # for a request and its response
 JSON, PLAIN = "application/json; charset=utf-8", "text/plain; charset=utf-8"
@@ -168,11 +168,6 @@ class Server:
         self._http.server_close()
         self.reports.close()
         self._uninstall()
-
-    def wait(self, stop: threading.Event) -> None:
-        """Wait until `stop` is set."""
-        while not stop.wait(0.5):
-            pass
 
     def __enter__(self) -> Server:
         return self

@@ -289,12 +289,16 @@ def retry_save(timeout: float | None = None) -> None:
     """Writes what is unsaved, if the store works again. A known failure is not reported again."""
     global _retry
     policy = worlds.current().policy if state.unsaved else None
-    with _saving:
+    if not _saving.acquire(timeout=-1.0 if timeout is None else timeout):
+        return                                 # another thread writes, and does not come to an end
+    try:
         if _retry is threading.current_thread():
             _retry = None
         known_failure, problems = (state.writing, _save(policy, timeout) if policy is not None
                                    else [])
         new_problems = [event for event in problems if event != known_failure]
+    finally:
+        _saving.release()
     for event in new_problems:
         events.emit(event)
 
@@ -304,9 +308,10 @@ def _at_exit() -> None:
     if not state.unsaved:
         return
     retry_save(READ_SECONDS)
-    if state.unsaved and state.writing is not None:
+    if state.unsaved:
+        trouble = state.writing or StoreTrouble(problem="another thread still writes to it")
         lost = f"{len(state.unsaved)} measurements are lost with this process"
-        events.emit(replace(state.writing, action=lost))
+        events.emit(replace(trouble, action=lost))
 
 
 def _after_fork() -> None:

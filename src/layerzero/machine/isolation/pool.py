@@ -230,8 +230,9 @@ def pool_of(name: str, python: str, limits: Callable[[], Limits],
 
 def close_others(used: set[tuple[str, str]]) -> None:
     """Ends the workers of all pools but these."""
-    for key in [key for key in _pools if key not in used]:
-        _pools.pop(key).close()
+    for key in [key for key in list(_pools) if key not in used]:
+        if (pool := _pools.pop(key, None)) is not None:
+            pool.close()
 
 
 def pools() -> tuple[Pool, ...]:

@@ -330,6 +330,9 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
     """
     file = None if path is None else Path(path)
     if file is not None:                       # fail now if it cannot be written
+        if file.is_fifo():                     # opening it would wait for a reader, in every call
+            raise ConfigError(f"lz.recording: {file} is a pipe, and a recording is rewritten as it "
+                              "grows; give the path of a file")
         try:
             replace_output(file, "")
         except OSError as e:

@@ -324,13 +324,9 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
-    """Replace the world by `change(world)`. Returning the same world publishes nothing.
-
-    `change` runs again if another world was published meanwhile: this thread may run a finalizer
-    or a signal handler anywhere, and what that publishes must not be lost.
-    """
-    # created before the lock is taken: that may emit events
-    current()
+    """Replace the world by `change(world)`, or by nothing if that is the same world. It runs again
+    if a finalizer or a signal handler published another one meanwhile."""
+    current()                          # before the lock is taken: that may emit events
     with _writing:
         while True:
             old = current()
@@ -351,8 +347,7 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
 
 
 def _activate(old: World | None, new: World) -> bool:
-    """Makes `new` the current world if `old` still is. An interrupt cannot leave only some
-    listeners with it."""
+    """Makes `new` the world if `old` still is; an interrupt leaves all listeners with one."""
     global _current
     try:
         if _current is not old:
@@ -488,8 +483,7 @@ def unregister(name: str) -> None:
 
 
 def _renew_property_locks() -> None:
-    """Resets the lock that a cached_property has before Python 3.12: a thread that is gone may hold
-    it."""
+    """Resets the lock that a cached_property has before Python 3.12: its holder may be gone."""
     for name, module in sys.modules.copy().items():
         for cls in list(vars(module).values()) if name.startswith("layerzero.") else ():
             for value in vars(cls).values() if isinstance(cls, type) else ():

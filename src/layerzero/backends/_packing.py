@@ -85,7 +85,7 @@ class PackedWeights:
         returns how many."""
         with self._packing:
             storages = [t.untyped_storage() for t in tensors]
-            dropped = [key for key, e in list(self._entries.items())
+            dropped = [key for key, e in self._entries.copy().items()
                     if not storages or any(owner() is s for owner in e.owners for s in storages)]
             return sum(self._entries.pop(key, None) is not None for key in dropped)
 

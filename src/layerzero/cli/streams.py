@@ -8,6 +8,7 @@ below.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -37,9 +38,21 @@ class Escaped:
         return getattr(self.raw, name)
 
 
+def _open_missing() -> None:
+    """Open on the null device what the caller closed, as `lz doctor >&-` does: the next file that
+    is opened would take its number, and get what libraries print."""
+    if sys.stdout is None or sys.stderr is None:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
 @contextlib.contextmanager
 def escape_output() -> Iterator[None]:
     """Wrap sys.stdout and sys.stderr in `Escaped`."""
+    _open_missing()
     with contextlib.redirect_stdout(Escaped(sys.stdout)), contextlib.redirect_stderr(
             Escaped(sys.stderr)):
         yield

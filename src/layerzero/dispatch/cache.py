@@ -101,15 +101,20 @@ class Ledger:
         return entry
 
     def _finalize_dead(self) -> None:
-        alive = []
-        for record in self._open:
-            _, kernel, count = record
-            # the garbage collector clears the reference before it ends the entry
-            if not count.final:
-                alive.append(record)
-            else:
-                self._final[kernel] = self._final.get(kernel, 0) + count.total
-        self._open = alive
+        while True:
+            records, before = self._open, self._final
+            alive, final = [], dict(before)
+            for record in records:
+                _, kernel, count = record
+                # the garbage collector clears the reference before it ends the entry
+                if not count.final:
+                    alive.append(record)
+                else:
+                    final[kernel] = final.get(kernel, 0) + count.total
+            if self._open is records and self._final is before:
+                self._final, self._open = final, alive
+                return
+            # a finalizer did the same meanwhile: each record counts once
 
     def count_fallback(self, kernel: str) -> None:
         with self._lock:
@@ -162,11 +167,14 @@ class _Flight:
     An interrupt may keep that thread from ending it.
     """
 
-    __slots__ = ("_frame", "done", "entry", "error", "owner")
+    __slots__ = ("_frame", "_latch", "entry", "error", "owner")
 
     def __init__(self, frame: FrameType) -> None:
         self._frame: FrameType | None = frame
-        self.done = threading.Event()
+        # Locked until the flight ends. Unlike an Event it is held in no bytecode, so that a signal
+        # handler that runs while this thread waits may itself wait for it.
+        self._latch = threading.Lock()
+        self._latch.acquire()
         self.owner = threading.get_ident()
         self.entry: Entry | None = None
         self.error: BaseException | None = None
@@ -176,9 +184,15 @@ class _Flight:
         frame = self._frame
         return frame is not None and locks.is_running(frame, self.owner)
 
+    def wait(self, seconds: float) -> bool:
+        ended = self._latch.acquire(timeout=seconds)
+        if ended:
+            self._latch.release()
+        return ended
+
     def end(self) -> None:
         self._frame = None
-        self.done.set()
+        self._latch.release()
 
 
 class OpCache:
@@ -204,7 +218,9 @@ class OpCache:
                 return self._make(key, flight, make)
             if flight.owner == new.owner and flight.is_under_way:
                 return make()                  # a kernel that calls its own op while it loads
-            while not flight.done.wait(locks.POLL_SECONDS) and flight.is_under_way:
+            if not locks.holds_no_lock():
+                return make()                  # that flight may wait for what this thread holds
+            while not flight.wait(locks.POLL_SECONDS) and flight.is_under_way:
                 pass
             self._remove(key, flight)          # also a flight that an interrupt left behind
             if flight.entry is not None:

@@ -407,6 +407,8 @@ class Dispatcher:
                 self.native.install(program, version, world.policy.setting("cache_size"))
             # last: what an interrupt cut short is done again
             self.world, self.cache = self.installed = world, cache
+            if self.globals["TABLE"] is not cache.table:
+                self.world = None              # a finalizer installed another one meanwhile
         except BaseException:                  # an interrupt: the next call takes over what is
             self.world = None                  # published, which may not be this world
             raise
@@ -420,11 +422,10 @@ class Dispatcher:
         now = time.monotonic()
         if clock.due(now):
             worlds.apply_deadlines(now)
-        if self.world is None:
+        while (world := self.world) is None:
             worlds.call_with_current(lambda world: self.install(world) if self.world is None
                                      else None)
-        assert self.world is not None
-        return self.world
+        return world
 
     def _world_and_cache(self) -> tuple[World, OpCache]:
         self.ensure_world()
@@ -464,7 +465,7 @@ def _after_fork() -> None:
     incidents.after_fork()
     memory.after_fork()
     wrapping.probes.clear()
-    for dispatcher in dispatchers.values():
+    for dispatcher in list(dispatchers.values()):
         dispatcher.cache.after_fork()
     if worlds.exists():
         worlds.call_with_current(_install_if_behind)
@@ -472,7 +473,7 @@ def _after_fork() -> None:
 
 def _install_if_behind(world: World) -> None:
     """The fork may have come between two dispatchers taking over a new world."""
-    if any(d.world is not None and d.world is not world for d in dispatchers.values()):
+    if any(d.world is not None and d.world is not world for d in list(dispatchers.values())):
         _install(world)
 
 

@@ -146,7 +146,7 @@ class _DynamoImportHook(importlib.abc.MetaPathFinder):
 
 def _load_all() -> None:
     """Load every op: Dynamo looks attributes up without calling __getattr__."""
-    for name, load in list(_loaders.items()):
+    for name, load in _loaders.copy().items():
         if name not in _defined:
             load(name)
 

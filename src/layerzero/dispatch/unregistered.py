@@ -22,14 +22,14 @@ def forget(dispatchers: dict[str, Dispatcher], probes: dict[str, Any], catalog: 
     last = _last_catalog
     if catalog is last:
         return
-    for name, dispatcher in list(dispatchers.items()):
+    for name, dispatcher in dispatchers.copy().items():
         if (last is not None and last.ops.get(name) is dispatcher.op
             and catalog.ops.get(name) is not dispatcher.op):
             del dispatchers[name]
             if dispatcher.native is not None and dispatcher.program is not None:
                 # its table holds the kernels it called
                 dispatcher.native.install(dispatcher.program, NO_WORLD, 1)
-    for dispatcher in dispatchers.values():
+    for dispatcher in list(dispatchers.values()):
         for key in [k for k in list(dispatcher._bindings)
                     if catalog.by_id.get(k[0].id) is not k[0]]:
             dispatcher._bindings.pop(key, None)

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import builtins
 import linecache
-from collections import Counter
 from hashlib import sha256
 from types import CodeType
 from weakref import finalize
 
-_living: Counter[str] = Counter()              # file -> code objects of it that are still there
+# The file of each code object that is still there. Changed by append and remove only: a code object
+# may end in any thread between any two instructions.
+_living: list[str] = []
 
 
 def compile(source: str, name: str) -> CodeType:
     """Compile generated `source` for exec, under a file name that begins with `<lz {name}`."""
     file = f"<lz {name} {sha256(source.encode()).hexdigest()[:8]}>"
-    # An entry without a modification time is never dropped as stale.
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     module = builtins.compile(source, file, "exec")
     for code in (module, *(c for c in module.co_consts if isinstance(c, CodeType))):
-        _living[file] += 1
+        _living.append(file)
         finalize(code, _forget, file).atexit = False
+    # Last, as other code of this text may just have ended. An entry without a modification time is
+    # never dropped as stale.
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     return module
 
 
 def _forget(file: str) -> None:
-    _living[file] -= 1
-    if not _living[file]:
-        del _living[file]
+    _living.remove(file)
+    if file not in _living:
         linecache.cache.pop(file, None)
 
 

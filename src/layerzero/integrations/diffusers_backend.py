@@ -16,7 +16,7 @@ NO_CONTEXT_PARALLEL = (
     'over devices; '
     'unpatch_diffusers(model), or model.set_attention_backend("native"), where context parallelism '
     'is on')
-_registering = threading.Lock()
+_registering = threading.RLock()
 
 
 def register_diffusers() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..files.calls import Calls, load_calls
 from ..files.reading import printable
+from ..machine import locks
 from ..operate import readiness
 from ..plan.lockfile import Lockfile
 from ..plan.readiness import WANTED, OrPath, readiness_check
@@ -36,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 EVERY = 5.0                                    # seconds between two checks
 STALE = 60.0                                   # seconds after which a check counts as hanging
 MAX_CONNECTIONS = 32                           # at once; see _Http.verify_request
-UNHURRIED_SECONDS = 1.0                        # after which a client gives its place to another
+UNHURRIED_SECONDS = 0.25                       # after which a client gives its place to another
 MAX_HEADER_BYTES = 1 << 14                     # of a whole request
 CONNECTION_SECONDS = 10.0                      # for a request and its response
 JSON, PLAIN = "application/json; charset=utf-8", "text/plain; charset=utf-8"
@@ -167,11 +168,6 @@ class Server:
         self._http.server_close()
         self.reports.close()
         self._uninstall()
-
-    def wait(self, stop: threading.Event) -> None:
-        """Wait until `stop` is set."""
-        while not stop.wait(0.5):
-            pass
 
     def __enter__(self) -> Server:
         return self
@@ -346,7 +342,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """Close the servers in the child: their threads are gone, and the port is the parent's."""
-    for server in list(_servers):
+    for server in locks.members(_servers):
         server._closed = True
         server._http.socket.close()
     _servers.clear()

@@ -7,6 +7,11 @@ it: a waiting thread checks now and then whether that frame still runs in the th
 lock. If not, nobody will release it, and the waiting thread replaces it by a new one. The owner
 itself never blocks, because every lock is re-entrant.
 
+A finalizer or a signal handler runs between any two instructions too, whatever its thread holds,
+and may call anything of ours. So locks are taken in any order, and threads may come to wait for
+each other in a circle. Then one of them borrows the lock that it waits for. That is no more than if
+it ran as a finalizer of the owner, which cannot go on before the borrower has returned the lock.
+
 Events are delivered when no lock is held and no selection is under way that other threads wait for:
 a subscriber may call anything, for as long as it likes, and delays nobody but its own caller.
 """
@@ -23,12 +28,17 @@ import weakref
 from collections.abc import Callable
 from operator import methodcaller
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 POLL_SECONDS = 0.05                            # how often a waiting thread checks on the owner
+RETURN_SECONDS = 5.0                           # that a thread which gave up waits for its own locks
 
+T = TypeVar("T")
 _OWNER = re.compile(r"owner=(\d+)")
 _all_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+_waiting: dict[int, Lock] = {}                 # thread -> the lock that it waits for
+Loan = tuple[FrameType, int]                   # the frame that borrows a lock, and its thread
+_loans: dict[int, list[Loan]] = {}             # thread -> those that borrow locks of it
 _THREADING = vars(threading)
 
 
@@ -45,6 +55,13 @@ _thread = _ThreadState()
 
 
 _CALL = methodcaller("__call__")
+
+
+def members(weak: weakref.WeakSet[T]) -> list[T]:
+    """Returns the members of a WeakSet. Its own iterator is Python code, in which a finalizer or
+    another thread may add one; that would end it with an error."""
+    references = weak.data.copy()  # type: ignore[attr-defined]
+    return [member for reference in references if (member := reference()) is not None]
 
 
 def current_frame(thread: int) -> FrameType | None:
@@ -72,15 +89,22 @@ def is_running(frame: FrameType, thread: int) -> bool:
 class _State:
     """One lock and its holders; it is replaced as a whole once it is abandoned."""
 
-    __slots__ = ("checked_at", "holders", "lock", "successor", "suspect")
+    __slots__ = ("borrowed", "checked_at", "holders", "lock", "successor", "suspect")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.holders: list[FrameType] = []
+        self.borrowed: list[tuple[Loan, int]] = []  # with the thread it is borrowed from
         # a waiting thread believes that nobody will release it
         self.suspect = False
         self.checked_at = 0.0
         self.successor: dict[int, _State] = {}  # key 0: setdefault is atomic
+
+    @property
+    def owner(self) -> int:
+        """The thread that owns the lock; 0 if none does."""
+        owner = _OWNER.search(repr(self.lock))
+        return int(owner[1]) if owner is not None else 0
 
 
 class Lock:
@@ -94,6 +118,22 @@ class Lock:
         return self._acquire(_calling_frame(), blocking, timeout)
 
     def _acquire(self, frame: FrameType, blocking: bool = True, timeout: float = -1.0) -> bool:
+        if not blocking:
+            return self._acquire_or_wait(frame, False, timeout)
+        thread = threading.get_ident()
+        outer = _waiting.get(thread)           # a finalizer may run inside this very function
+        try:
+            _waiting[thread] = self
+            return self._acquire_or_wait(frame, True, timeout)
+        finally:
+            if outer is None:
+                _waiting.pop(thread, None)
+            else:
+                _waiting[thread] = outer
+            if thread in _loans:               # it waited in vain, and may not go on yet
+                _await_return(thread)
+
+    def _acquire_or_wait(self, frame: FrameType, blocking: bool, timeout: float) -> bool:
         end = time.monotonic() + timeout if timeout >= 0 else None
         while True:
             state = self._state
@@ -116,6 +156,37 @@ class Lock:
                 continue
             if not blocking or (end is not None and time.monotonic() >= end):
                 return False
+            if self._borrow(state, frame):
+                return True
+
+    def _borrow(self, state: _State, frame: FrameType) -> bool:
+        """Takes the lock although another thread owns it, if that one waits for this one."""
+        lender, loan = state.owner, (frame, threading.get_ident())
+        if not self._is_next_to_go_on(state):
+            return False
+        _loans.setdefault(lender, []).append(loan)
+        # again, now that the owner would wait for this loan if it went on
+        if not self._is_next_to_go_on(state) or state.owner != lender:
+            _return_loan(lender, loan)
+            return False
+        state.borrowed.append((loan, lender))
+        state.holders.append(frame)
+        _thread.held.append(frame)
+        return True
+
+    def _is_next_to_go_on(self, state: _State) -> bool:
+        """Do threads wait for each other in a circle, this one among them? One of them goes on: of
+        those that lend nothing, the one with the lowest number."""
+        thread = threading.get_ident()
+        circle, owner = [thread], state.owner
+        while owner != thread:
+            lock = _waiting.get(owner)
+            if owner in circle or lock is None:
+                return False
+            circle.append(owner)
+            owner = lock._state.owner
+        return self._state is state and thread == min(
+            (t for t in circle if t not in _loans), default=0)
 
     def _is_abandoned_by_self(self, state: _State, frame: FrameType) -> bool:
         """Was a suspect lock that this thread owns abandoned? Not if a frame below this one holds
@@ -146,10 +217,10 @@ class Lock:
         return True
 
     def _is_abandoned(self, state: _State) -> bool:
-        owner = _OWNER.search(repr(state.lock))
-        if owner is None or int(owner[1]) == 0:
+        owner = state.owner
+        if not owner:
             return False
-        frame = current_frame(int(owner[1]))
+        frame = current_frame(owner)
         holders = list(state.holders)
         while frame is not None:
             if any(frame is holder for holder in holders):
@@ -157,7 +228,7 @@ class Lock:
             if frame.f_code in _CRITICAL and frame.f_locals.get("self") is self:
                 return False                   # it is about to acquire or release it
             frame = frame.f_back
-        return _OWNER.search(repr(state.lock)) is not None and holders == state.holders
+        return state.owner != 0 and holders == state.holders
 
     def release(self) -> None:
         state = self._state
@@ -165,7 +236,11 @@ class Lock:
             state.holders.pop()                # before another thread can acquire it
         if _thread.held:
             _thread.held.pop()
-        state.lock.release()
+        if state.borrowed and not state.lock._is_owned():  # type: ignore[attr-defined]
+            loan, lender = state.borrowed.pop()
+            _return_loan(lender, loan)
+        else:
+            state.lock.release()
         if _thread.deferred:
             _run_deferred()
 
@@ -186,6 +261,13 @@ class Lock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.release()
+
+    def is_held_here(self) -> bool:
+        """Does a frame below this one hold it? Then this code is nested in what the lock guards:
+        it runs in a finalizer or in a signal handler."""
+        thread = threading.get_ident()
+        return self._is_owned() and any(is_running(holder, thread)
+                                        for holder in list(self._state.holders))
 
     def reset(self) -> None:
         """Frees the lock in a forked child, unless the thread that forked holds it: the others are
@@ -212,7 +294,9 @@ class Lock:
         _thread.held = frames
 
     def _is_owned(self) -> bool:
-        return bool(self._state.lock._is_owned())  # type: ignore[attr-defined]
+        state, thread = self._state, threading.get_ident()
+        return (state.lock._is_owned()  # type: ignore[attr-defined]
+                or any(loan[1] == thread for loan, _ in state.borrowed))
 
 
 def condition() -> threading.Condition:
@@ -220,9 +304,26 @@ def condition() -> threading.Condition:
     return threading.Condition(Lock())  # type: ignore[arg-type]
 
 
-_CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock.release.__code__,
-             Lock.__enter__.__code__, Lock.__exit__.__code__, Lock._release_save.__code__,
-             Lock._acquire_restore.__code__}
+_CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock._acquire_or_wait.__code__,
+             Lock.release.__code__, Lock.__enter__.__code__, Lock.__exit__.__code__,
+             Lock._release_save.__code__, Lock._acquire_restore.__code__}
+
+
+def _return_loan(lender: int, loan: Loan) -> None:
+    loans = _loans.get(lender, [])
+    if loan in loans:
+        loans.remove(loan)
+    if not loans:
+        _loans.pop(lender, None)
+
+
+def _await_return(lender: int) -> None:
+    """Waits for those that borrow a lock of this thread, unless an interrupt has ended them."""
+    end = time.monotonic() + RETURN_SECONDS
+    while time.monotonic() < end and any(
+            is_running(frame, thread) for frame, thread in list(_loans.get(lender, ()))):
+        time.sleep(POLL_SECONDS / 50)
+    _loans.pop(lender, None)
 
 
 def _calling_frame() -> FrameType:
@@ -283,7 +384,9 @@ def _run_deferred() -> None:
 
 
 def _after_fork() -> None:
-    for lock in list(_all_locks):
+    _waiting.clear()
+    _loans.clear()
+    for lock in members(_all_locks):
         lock.reset()
     _thread.deferred.clear()                   # the parent runs those
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..selection.policy import Policy
+from . import locks
 
 FRESH_SECONDS = 0.25           # how long a reading is reused: a burst of misses queries once
 # between checks while less than PLENTY times the needed memory is free
@@ -159,7 +160,7 @@ class MemoryNeed:
 
 
 _needs: dict[tuple[str, str], MemoryNeed] = {}  # (op, device type)
-_lock = threading.Lock()
+_lock = locks.Lock()
 _next_check: float | None = None
 
 
@@ -198,9 +199,9 @@ def ops_to_reselect(now: float, headroom_of: Callable[[str], int]) -> set[str]:
     with _lock:
         for key in list(_needs):
             if key[0] in {op for op, _ in changed}:
-                del _needs[key]
+                _needs.pop(key, None)
         tight = any(PLENTY * max(n.served, n.lacking) > headrooms.get(kind, 0)
-                    for (_, kind), n in _needs.items())
+                    for (_, kind), n in _needs.copy().items())
         delay = CHECK_SECONDS if tight or changed else RELAXED_CHECK_SECONDS
         _next_check = now + delay if _needs or changed else None
     return {op for op, _ in changed}
@@ -215,6 +216,5 @@ def forget() -> None:
 
 
 def after_fork() -> None:
-    global _query_lock, _lock
-    _lock = threading.Lock()
+    global _query_lock
     _query_lock = threading.Lock()

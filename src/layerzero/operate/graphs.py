@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import sys
-import threading
 import traceback
 import warnings
 import weakref
@@ -25,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..dispatch.dispatcher import dispatchers
-from ..machine import faults
+from ..machine import faults, locks
 from ..spec.errors import ConfigError, DeviceLost
 from ..spec.event import HealthChanged
 from ..spec.kernel import Kernel
@@ -87,7 +86,7 @@ class HeldGraph:
 
 
 _held: weakref.WeakSet[HeldGraph] = weakref.WeakSet()
-_watching = threading.Lock()
+_watching = locks.Lock()
 _watched = False
 
 
@@ -101,7 +100,7 @@ def _keep(held: HeldGraph) -> None:
 
 
 def _check_held(world: World) -> None:
-    for held in list(_held):
+    for held in locks.members(_held):
         held.check_health(world)
 
 
@@ -164,7 +163,7 @@ def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
 
 
 def hits() -> dict[str, dict[str, int]]:
-    return {name: d.hits() for name, d in list(dispatchers.items()) if d.world is not None}
+    return {name: d.hits() for name, d in dispatchers.copy().items() if d.world is not None}
 
 
 def since(before: Mapping[str, Mapping[str, int]]) -> Calls:

@@ -271,7 +271,7 @@ def _note_fallback(event: Event) -> None:
 def _switch(cls: type[dispatch.Dispatcher]) -> None:
     """Make every dispatcher, now and later, an instance of this class."""
     vars(dispatch)["Dispatcher"] = cls
-    for dispatcher in dispatch.dispatchers.values():
+    for dispatcher in list(dispatch.dispatchers.values()):
         dispatcher.__class__ = cls
         if dispatcher.world is not None:
             dispatcher.install(dispatcher.world, force=True)
@@ -330,6 +330,9 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
     """
     file = None if path is None else Path(path)
     if file is not None:                       # fail now if it cannot be written
+        if file.is_fifo():                     # opening it would wait for a reader, in every call
+            raise ConfigError(f"lz.recording: {file} is a pipe, and a recording is rewritten as it "
+                              "grows; give the path of a file")
         try:
             replace_output(file, "")
         except OSError as e:

@@ -59,7 +59,8 @@ class TritonCache:
 
 def triton_cache() -> tuple[TritonCache, ...]:
     """Return a row of counts for each of your Triton kernels that was loaded."""
-    return tuple(TritonCache(name, *launcher.counts) for name, launcher in _launchers.items())
+    return tuple(TritonCache(name, *launcher.counts)
+                 for name, launcher in _launchers.copy().items())
 
 
 def triton_kernel(id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid: Grid,

@@ -11,7 +11,6 @@ import os
 import stat
 import struct
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +42,9 @@ class FileInfo:
 
 # Closing a file that the process also has open as a database drops SQLite's locks on it (POSIX).
 # So an open database is not inspected again: it was ours when it was opened.
-_lock = threading.Lock()
-_open: Counter[File] = Counter()
+# Re-entrant: a finalizer that runs in here may itself measure.
+_lock = threading.RLock()
+_open: list[File] = []                         # once for each database that is open
 
 
 def inspect(path: Path) -> FileInfo:
@@ -62,16 +62,14 @@ def claim(path: Path, create: bool) -> FileInfo:
             _create(path)
             info = _inspect(path)
         if info.file is not None:
-            _open[info.file] += 1
+            _open.append(info.file)
         return info
 
 
 def release(file: File | None) -> None:
     with _lock:
-        if file is not None:
-            _open[file] -= 1
-            if _open[file] <= 0:
-                del _open[file]
+        if file in _open:                      # not in a forked child
+            _open.remove(file)
 
 
 def _create(path: Path) -> None:
@@ -174,7 +172,7 @@ def _error_text(e: OSError | ValueError) -> str:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _open.clear()  # locks are not inherited: what the parent has open is not open here
 
 

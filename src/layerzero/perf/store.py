@@ -31,8 +31,10 @@ _ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to o
                        "out of memory", "busy", "locking protocol", "interrupted",
                        "permission denied", "not authorized", "file support is disabled")
 
-# serializes threads that read a view; held during a fork
-_reading = threading.Lock()
+LOCK_SECONDS = 10.0                            # to wait for a process that sets a file aside
+
+# serializes threads that read a view; held during a fork; re-entrant, as a finalizer may read one
+_reading = threading.RLock()
 
 
 def _before_fork() -> None:
@@ -455,7 +457,16 @@ def _file_lock(path: Path) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(f"{path}.lock", flags, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as e:       # another process, which may be stopped
+                if time.monotonic() > deadline:
+                    raise StoreError(f"{path}.lock is held by another process for more than "
+                                     f"{LOCK_SECONDS:g} s; nothing was renamed") from e
+                time.sleep(0.01)
         yield
     finally:
         os.close(lock)

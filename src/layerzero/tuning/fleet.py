@@ -429,7 +429,7 @@ class Fleet:
 
     def _give_up_hanging(self) -> None:
         now = time.monotonic()
-        for ref, worker in list(self.pending.items()):
+        for ref, worker in self.pending.copy().items():
             if worker.doing != "start" and now - worker.since > KIND_SECONDS:
                 del self.pending[ref]
                 self._failed(worker, worker.doing,

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -54,14 +55,14 @@ LINES_PER_SECOND = 5
 MAX_COUNTERS = 4096                            # (event, op, kernel) that are counted separately
 OVERFLOW = "(others)"                          # the kernel of counters beyond MAX_COUNTERS
 
-_sinks: tuple[Sink, ...] = ()
-_wanting_reasons: tuple[Sink, ...] = ()        # those that want the reasons of rejected kernels
+# Changed by append and remove only, so that no lock is needed, not even against a finalizer.
+_sinks: list[Sink] = []
+_wanting_reasons: list[Sink] = []              # those that want the reasons of rejected kernels
 _recent: deque[tuple[float, Event]] = deque(maxlen=512)        # (time, redacted event)
 _counts: dict[tuple[str, str, str], itertools.count[int]] = {}
 # [start of the second, lines in it, suppressed since]
 _lines: dict[tuple[str, str, str], list[float]] = {}
 _failures: itertools.count[int] = itertools.count(1)
-_lock = locks.Lock()
 # .background: is it our thread; .callers: subscribers that are running
 _local = threading.local()
 _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
@@ -103,7 +104,7 @@ def _level(event: Event) -> int:
 def _route(event: Event, key: tuple[str, str, str], level: int,
            callers: tuple[Sink, ...]) -> None:
     _call_safely(_write_log, event, key, level)
-    sinks = tuple(sink for sink in _sinks if sink not in callers)
+    sinks = tuple(sink for sink in list(_sinks) if sink not in callers)
     if not sinks:
         return
     if getattr(_local, "background", False):
@@ -221,20 +222,17 @@ def subscribe(sink: Sink, reasons: bool = True) -> Callable[[], None]:
     Without `reasons`, a selection does not report why the others were rejected, and takes less
     time.
     """
-    global _sinks, _wanting_reasons
-
     def forward(event: Event) -> None:         # one per subscription: a sink may subscribe twice
         sink(event)
 
-    with _lock:
-        _sinks = (*_sinks, forward)
-        _wanting_reasons = (*_wanting_reasons, forward) if reasons else _wanting_reasons
+    subscribed = [_sinks, _wanting_reasons] if reasons else [_sinks]
+    for sinks in subscribed:
+        sinks.append(forward)
 
     def stop() -> None:
-        global _sinks, _wanting_reasons
-        with _lock:
-            _sinks, _wanting_reasons = (tuple(s for s in sinks if s is not forward)
-                                        for sinks in (_sinks, _wanting_reasons))
+        for sinks in subscribed:
+            with suppress(ValueError):         # stopped before
+                sinks.remove(forward)
 
     return stop
 
@@ -305,7 +303,7 @@ def mark_background_thread() -> None:
 
 def counts() -> dict[tuple[str, str, str], int]:
     """Returns (event, op, kernel) -> count."""
-    return {key: int(repr(counter)[6:-1]) for key, counter in list(_counts.items())}
+    return {key: int(repr(counter)[6:-1]) for key, counter in _counts.copy().items()}
 
 
 def reset() -> None:

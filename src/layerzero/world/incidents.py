@@ -139,17 +139,16 @@ def extend_keys(override: Override | None) -> bool:
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
     """Records that a kernel cannot be loaded. Threads may notice at once; it is published and
     reported once."""
-    new: list[World] = []
+    is_new = False
 
     def apply(world: World) -> World:
-        if kernel.id in world.unloadable:
-            return world
-        new.append(world.replace({kernel.op.name},
-                                 unloadable={**world.unloadable, kernel.id: reason}))
-        return new[0]
+        nonlocal is_new
+        is_new = kernel.id not in world.unloadable
+        return world.replace({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}
+                             ) if is_new else world
 
     world = worlds.publish(apply, f"unloadable:{kernel.id}")
-    if new:
+    if is_new:
         events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
     return world
 
@@ -308,15 +307,15 @@ def _drop_unregistered(world: World) -> None:
         return
     _catalog = world.catalog
     known = world.catalog.by_id
-    for kernel in [k for k, (owner, _) in list(_loaded.items()) if known.get(k) is not owner]:
+    for kernel in [k for k, (owner, _) in _loaded.copy().items() if known.get(k) is not owner]:
         _loaded.pop(kernel, None)
     for kernel in [k for k in list(_loading) if k not in known]:
         _loading.pop(kernel, None)             # a thread that loads it now holds the lock itself
     with _counting:
-        for kernel in [k for k in _faults if k not in known]:
-            del _faults[kernel]
-        for key in [k for k in _shortages if k[0] not in world.catalog.by_id]:
-            del _shortages[key]
+        for kernel in [k for k in list(_faults) if k not in known]:
+            _faults.pop(kernel, None)
+        for key in [k for k in list(_shortages) if k[0] not in world.catalog.by_id]:
+            _shortages.pop(key, None)
 
 
 worlds.add_listener(_drop_unregistered)

@@ -195,9 +195,18 @@ def _store_rows(policy: Policy, rows: list[Measurement],
             return []
     except ConfigError:
         pass
+    nested = _saving.is_held_here()            # a finalizer runs while this thread writes
     with _saving:  # unsaved until it is written, whatever happens meanwhile
-        state.unsaved = state.unsaved.including(rows, environments, rates)
-        return _save(policy)
+        while True:
+            before = state.unsaved
+            batch = before.including(rows, environments, rates)
+            if state.unsaved is before:
+                state.unsaved = batch
+                break
+        if not nested:
+            return _save(policy)
+        _schedule_retry()                      # should that write be over already
+        return []
 
 
 def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
@@ -215,8 +224,10 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
                 # found while reading: check all of it
                 if state.damaged is not None and state.damaged.path == target:
                     db.verify()
-                state.unsaved.write_to(db)
-            return problems + _mark_saved(without_password(target))
+                batch = state.unsaved
+                batch.write_to(db)
+            problems += _mark_saved(batch, without_password(target))
+            return problems + _save(policy, timeout)           # what was added meanwhile
         except CorruptStore as e:
             if attempt == "last":
                 return [*problems, _write_failed(without_password(target), e)]
@@ -229,9 +240,11 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
     return problems
 
 
-def _mark_saved(name: str) -> list[Event]:
-    count, failure = len(state.unsaved), state.writing
-    state.unsaved, state.damaged, state.reading, state.writing = Batch(), None, None, None
+def _mark_saved(batch: Batch, name: str) -> list[Event]:
+    count, failure = len(batch), state.writing
+    if state.unsaved is batch:
+        state.unsaved = Batch()
+    state.damaged, state.reading, state.writing = None, None, None
     return [StoreRecovered(store=name, written=count)] if failure is not None else []
 
 
@@ -276,12 +289,16 @@ def retry_save(timeout: float | None = None) -> None:
     """Writes what is unsaved, if the store works again. A known failure is not reported again."""
     global _retry
     policy = worlds.current().policy if state.unsaved else None
-    with _saving:
+    if not _saving.acquire(timeout=-1.0 if timeout is None else timeout):
+        return                                 # another thread writes, and does not come to an end
+    try:
         if _retry is threading.current_thread():
             _retry = None
         known_failure, problems = (state.writing, _save(policy, timeout) if policy is not None
                                    else [])
         new_problems = [event for event in problems if event != known_failure]
+    finally:
+        _saving.release()
     for event in new_problems:
         events.emit(event)
 
@@ -291,9 +308,10 @@ def _at_exit() -> None:
     if not state.unsaved:
         return
     retry_save(READ_SECONDS)
-    if state.unsaved and state.writing is not None:
+    if state.unsaved:
+        trouble = state.writing or StoreTrouble(problem="another thread still writes to it")
         lost = f"{len(state.unsaved)} measurements are lost with this process"
-        events.emit(replace(state.writing, action=lost))
+        events.emit(replace(trouble, action=lost))
 
 
 def _after_fork() -> None:

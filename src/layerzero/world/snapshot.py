@@ -284,9 +284,9 @@ def _create() -> World:
             redaction.use(policy.setting("redact"))            # before the first event
             catalog = isolation.isolate(catalog, policy, {}, lambda: current().policy)
             perf, trouble = perf_loading.load(policy, catalog.kernels)
-            pending += (*problems, *refused, *trouble)
-            _activate(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
-                            created_at=time.monotonic()))
+            if _activate(None, World(catalog, policy, perf=perf, policy_file=path,
+                                     policy_stamp=stamp, created_at=time.monotonic())):
+                pending += (*problems, *refused, *trouble)
         world = _current
     for event in pending:
         events.emit(event)
@@ -324,18 +324,20 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
-    """Replace the world by `change(world)`. Returning the same world publishes nothing."""
-    # created before the lock is taken: that may emit events
-    current()
+    """Replace the world by `change(world)`, or by nothing if that is the same world. It runs again
+    if a finalizer or a signal handler published another one meanwhile."""
+    current()                          # before the lock is taken: that may emit events
     with _writing:
-        old = current()
-        new = change(old)
-        if new is old:
-            return old
-        new = isolation.apply(old, new, lambda: current().policy)
-        perf, pending = perf_loading.reload_if_needed(old, new)
-        new = new if perf is new.perf else replace(new, perf=perf)
-        _activate(new)
+        while True:
+            old = current()
+            new = change(old)
+            if new is old:
+                return old
+            new = isolation.apply(old, new, lambda: current().policy)
+            perf, pending = perf_loading.reload_if_needed(old, new)
+            new = new if perf is new.perf else replace(new, perf=perf)
+            if _activate(old, new):
+                break
     for event in pending:
         events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
@@ -344,23 +346,30 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
     return new
 
 
-def _activate(world: World) -> None:
-    """Makes `world` the current one. An interrupt cannot leave only some listeners with it."""
+def _activate(old: World | None, new: World) -> bool:
+    """Makes `new` the world if `old` still is; an interrupt leaves all listeners with one."""
     global _current
     try:
-        _current = world
-        _notify(world)
+        if _current is not old:
+            return False
+        _current = new
+        call_with_current(_notify)
+        return True
     except BaseException:                      # an interrupt: first all listeners have one world
         if _current is not None:
-            _notify(_current)
+            call_with_current(_notify)
         raise
 
 
 def call_with_current(listener: Callable[[World], None]) -> None:
-    """Calls `listener` with the current world; none is published meanwhile."""
+    """Calls `listener` with the current world; no other thread publishes meanwhile."""
     current()
     with _writing:
-        listener(current())
+        while True:
+            world = current()
+            listener(world)
+            if world is _current:              # a finalizer may have published another one
+                return
 
 
 def _notify(world: World) -> None:
@@ -375,7 +384,7 @@ def add_listener(listener: Callable[[World], None]) -> None:
     with _writing:
         _listeners.append(listener)
         if _current is not None:
-            listener(_current)
+            call_with_current(listener)
 
 
 def forget() -> None:
@@ -474,10 +483,9 @@ def unregister(name: str) -> None:
 
 
 def _renew_property_locks() -> None:
-    """Resets the lock that a cached_property has before Python 3.12: a thread that is gone may hold
-    it."""
-    for name, module in list(sys.modules.items()):
-        for cls in vars(module).values() if name.startswith("layerzero.") else ():
+    """Resets the lock that a cached_property has before Python 3.12: its holder may be gone."""
+    for name, module in sys.modules.copy().items():
+        for cls in list(vars(module).values()) if name.startswith("layerzero.") else ():
             for value in vars(cls).values() if isinstance(cls, type) else ():
                 if isinstance(value, cached_property):
                     value.lock = threading.RLock()  # type: ignore[attr-defined]

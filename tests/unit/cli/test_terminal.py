@@ -191,6 +191,15 @@ def test_it_is_so_on_a_real_terminal(tmp_path):
     assert b"owned" in text and b"\x1b]0" not in text and b"\x07" not in text, text[-500:]
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_whose_output_is_closed_does_its_work(closed, monkeypatch):
+    monkeypatch.setattr(sys, closed, None)     # as Python does for `lz ... >&-`
+    with pytest.raises(SystemExit) as end:
+        main(["list", "--json"])
+    assert end.value.code in (None, 0)
+    getattr(sys, closed).close()
+
+
 def test_a_hostile_environment_is_shown_in_few_words():
     with pytest.raises(ConfigError) as caught:
         environment_layer({"LAYERZERO_DENY": "\x1b[2J" * 1000, "LAYERZERO_\x1b[2J": "1"})

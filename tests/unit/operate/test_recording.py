@@ -215,6 +215,9 @@ def test_a_path_that_cannot_be_written_is_said_before_the_work(world, tmp_path):
         pytest.fail("the block ran")
     with pytest.raises(lz.errors.ConfigError, match="cannot be written"), record(tmp_path):
         pytest.fail("the block ran")
+    os.mkfifo(tmp_path / "pipe")               # opening it would wait for who reads it
+    with pytest.raises(lz.errors.ConfigError, match="is a pipe"), record(tmp_path / "pipe"):
+        pytest.fail("the block ran")
     assert type(dispatchers["rms_norm"]) is recording._PLAIN
 
 

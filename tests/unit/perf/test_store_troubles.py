@@ -416,3 +416,41 @@ def test_others_cannot_read_what_we_make(tmp_path):
         os.umask(previous)
     for made in (tmp_path / "new", *(tmp_path / "new").iterdir()):
         assert not made.stat().st_mode & 0o077, made
+
+
+def test_nobody_waits_for_ever_for_a_process_that_stopped_while_it_set_a_file_aside(
+        path, happened, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    measurements.record([measured(0)])
+    content = bytearray(path.read_bytes())
+    content[100:200] = bytes(100)
+    path.write_bytes(content)
+    monkeypatch.setattr("layerzero.perf.store.LOCK_SECONDS", 0.05)
+    with open(f"{path}.lock", "w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        measurements.record([measured(1)])
+        waits(happened, 1, "damaged" if "damaged" in of(StoreTrouble, happened)[-1].problem
+              else "malformed")
+    assert "held by another process" in of(StoreTrouble, happened)[-1].action
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_thread_that_still_writes(
+        path, happened, monkeypatch):
+    writes, ends = threading.Event(), threading.Event()
+
+    def write():
+        with measurements._saving:
+            writes.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        writes.wait(60)
+        monkeypatch.setattr(state, "unsaved", Batch().including([measured(0)], {}, {}))
+        monkeypatch.setattr(measurements, "READ_SECONDS", 0.05)
+        measurements._at_exit()
+    finally:
+        ends.set()
+        thread.join()
+    assert "1 measurements are lost" in of(StoreTrouble, happened)[-1].action

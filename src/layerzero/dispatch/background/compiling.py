@@ -416,14 +416,15 @@ def _forget_unregistered(world: World) -> None:
         return
     kernels = world.catalog.by_id
     with _queue_lock:
-        gone = [job for job in _queue if kernels.get(job.kernel.id) is not job.kernel]
+        gone = [job for job in list(_queue) if kernels.get(job.kernel.id) is not job.kernel]
         for job in gone:
-            _queue.remove(job)
-        for warmed in [n for n in _requested
+            with suppress(ValueError):         # a finalizer emptied it
+                _queue.remove(job)
+        for warmed in [n for n in list(_requested)
                        if any((w if isinstance(w, str) else w[0]) not in kernels for w in n)]:
-            del _requested[warmed]
-        for kind in [k for k in _forms if k[0] not in kernels]:
-            del _forms[kind]
+            _requested.pop(warmed, None)
+        for kind in [k for k in list(_forms) if k[0] not in kernels]:
+            _forms.pop(kind, None)
     _catalog = world.catalog
     for job in gone:
         events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, "it was unregistered"))

@@ -390,7 +390,7 @@ def _forget_unregistered(world: World) -> None:
     if world.catalog is _catalog:
         return
     kernels = world.catalog.by_id              # kinds with unregistered kernels are dropped
-    for key, kind in list(_kinds.items()):
+    for key, kind in _kinds.copy().items():
         if (world.catalog.ops.get(kind.op.name) is not kind.op
             or not kernels.keys() >= kind.steps.keys()):
             _kinds.pop(key, None)

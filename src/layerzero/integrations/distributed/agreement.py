@@ -247,7 +247,7 @@ def provisional(world: World, order: int) -> Iterator[Unit]:
     remembered that it has not agreed on, and that no context or call overrides."""
     agreed = next((layer.rows for layer in layers_of(world)[0] if layer.order == order), None)
     for dispatcher in list(dispatchers.values()):
-        for key, entry in list(dispatcher.cache.table.items()):
+        for key, entry in dispatcher.cache.table.copy().items():
             op, facts = entry.plan.op, entry.plan.facts
             if key[1] is not None or (          # type: ignore[index]
                     agreed is not None and agreed.steps(op, facts) is not None):

@@ -96,7 +96,7 @@ class Arena:
         libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
             ctypes.c_long)
-        for offset, (nbytes, _) in list(self.live.items()):
+        for offset, (nbytes, _) in self.live.copy().items():
             size = align(nbytes, PAGE)
             content = os.pread(self.fd, size, offset)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10           # MAP_FIXED

@@ -141,7 +141,7 @@ class Pool:
     def _drop_lost(self, suspects: list[Worker]) -> list[Worker]:
         """Replaces the suspects that still nobody has, and returns those that nobody has now: one
         that was just taken or put back is none the next time."""
-        held = {w for w, holder in list(self.holders.items()) if holder.is_alive()}
+        held = {w for w, holder in self.holders.copy().items() if holder.is_alive()}
         lost = [w for w in list(self.workers) if w not in held] if self.idle.empty() else []
         for worker in lost:
             if worker in suspects:
@@ -230,8 +230,9 @@ def pool_of(name: str, python: str, limits: Callable[[], Limits],
 
 def close_others(used: set[tuple[str, str]]) -> None:
     """Ends the workers of all pools but these."""
-    for key in [key for key in _pools if key not in used]:
-        _pools.pop(key).close()
+    for key in [key for key in list(_pools) if key not in used]:
+        if (pool := _pools.pop(key, None)) is not None:
+            pool.close()
 
 
 def pools() -> tuple[Pool, ...]:

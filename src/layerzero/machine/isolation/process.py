@@ -316,7 +316,7 @@ class Worker:
         if weak is None or weak.expired() or size != storage.nbytes():
             if number:
                 self.link.announce(DROP, NUMBER.pack(number))
-            for address, (old, ref, _) in list(self.segments.items()):
+            for address, (old, ref, _) in self.segments.copy().items():
                 if ref.expired() and old != number:
                     self.link.announce(DROP, NUMBER.pack(old))
                     del self.segments[address]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from .ready import check
 def serve_metrics(source: Source, host: str, port: int, every: float, table: Path | None,
                   lock: Path | None, capabilities: Path | None, device: str | None,
                   as_json: bool) -> int:
-    stop = threading.Event()
+    # An Event would not do: a signal handler that sets it while this thread begins to wait for it
+    # waits for this thread.
+    signals: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
-        stop.set()
+        signals.append(number)
 
     say = (lambda line: None) if as_json else show.text
     previous = {number: signal.signal(number, on_signal)
@@ -36,7 +38,8 @@ def serve_metrics(source: Source, host: str, port: int, every: float, table: Pat
             say(f"serving {server.url}/metrics, /ready and /live")
             if not _is_loopback(host):
                 say(f"{host} is not loopback: everyone who reaches this port can read them")
-            server.wait(stop)
+            while not signals:
+                time.sleep(0.2)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -313,7 +313,7 @@ class PrefixMemory:
             _storing.release()
 
     def _all(self) -> list[tuple[tuple[Any, str], _StoredText]]:
-        return [(key, entry) for key, entries in list(self._texts.items()) for entry in entries]
+        return [(key, entry) for key, entries in self._texts.copy().items() for entry in entries]
 
     def counts(self) -> PrefixCounts:
         stored = self._all()
@@ -357,7 +357,7 @@ def prefix_memory(identity: str, split_points: Callable[[], SplitPoints],
 
 
 def memories() -> dict[str, PrefixCounts]:
-    return {identity: memory.counts() for identity, memory in list(_memories.items())}
+    return {identity: memory.counts() for identity, memory in _memories.copy().items()}
 
 
 def forget() -> None:

@@ -367,7 +367,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                                     and _accepts(kernel, c, device, seed)), range(12))]
                 for dtype in op.dtypes)
     accepted = next((found for found in by_dtype if found), [])
-    if op.read is not None or not accepted:
+    if not op.tensors or not accepted:
         return
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
@@ -448,7 +448,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         hashlib.sha256("\n".join(grid).encode()).hexdigest()[:16],
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
-        writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
+        writes_all=bool(kernel.op.tensors), nan_propagates=nan_propagates(kernel, device),
         covers=str(verdict.coverage), misses="; ".join(verdict.coverage.missing), made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))
@@ -458,7 +458,7 @@ def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
     """Does a NaN in the main tensor appear wherever the formula has one? None if the formula has
     none."""
     op = kernel.op
-    if op.read is not None or kernel.jit:
+    if not op.tensors or kernel.jit:
         return None
     for case in op.cases[:8]:
         values = case_values(op, case, op.dtypes[0], device)

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from ..ops.block_sparse_attention import OP as block_sparse_attention
-from ..ops.formulas.block_masks import listed_blocks, visible_keys
+from ..ops.formulas.block_masks import dense_mask, listed_blocks, visible_keys
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
+
+# Bytes of a mask that is made as a whole: to ask the mask_mod for each block of queries takes
+# milliseconds.
+AT_ONCE = 1 << 24
 
 
 def _rows() -> Callable[..., Any]:
@@ -29,6 +33,8 @@ def _rows() -> Callable[..., Any]:
             scale: float | None = None) -> Tensor:
         (seq_q, seq_k), (size_q, size_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
         blocks = listed_blocks(block_mask)
+        dense = (dense_mask(block_mask)
+                 if math.prod(block_mask.shape) <= AT_ONCE and blocks.partial.any() else None)
         # read on the host at once: what any batch or head sees, and what all see as a whole
         seen = (blocks.partial | blocks.full).any(1).any(0).tolist()
         whole = blocks.full.all(1).all(0).tolist()
@@ -40,16 +46,19 @@ def _rows() -> Callable[..., Any]:
                 parts.append(query.new_zeros((*query.shape[:2], last - first, value.shape[3])))
                 continue
             start, end = columns[0] * size_k, min((columns[-1] + 1) * size_k, seq_k)
-            keys = torch.arange(start, end, device=query.device)
+            keys: range | Tensor = range(start, end)
             if len(columns) == columns[-1] - columns[0] + 1:   # neighbours: nothing is copied
                 k, v = key[:, :, start:end], value[:, :, start:end]
             else:
-                keys = torch.cat([keys[c * size_k - start:(c + 1) * size_k - start]
-                                  for c in columns])
+                keys = torch.cat([torch.arange(c * size_k, min((c + 1) * size_k, seq_k))
+                                  for c in columns]).to(query.device)
                 k, v = key.index_select(2, keys), value.index_select(2, keys)
             bias = None
             if not all(full[column] for column in columns):
-                visible = visible_keys(block_mask, blocks, first, last, keys)
+                visible = (visible_keys(block_mask, blocks, range(first, last), keys)
+                           if dense is None else dense[..., first:last, start:end]
+                           if isinstance(keys, range)
+                           else dense[..., first:last, :].index_select(-1, keys))
                 # not as bool: cuDNN gives the mean of all values for a row that sees none
                 bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible,
                                                                                  -math.inf)

@@ -74,18 +74,24 @@ def _table(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
 def dense_mask(mask: Any) -> Tensor:
     """Returns the BlockMask as a bool mask (batch or 1, heads or 1, seq_q, seq_k)."""
     seq_q, seq_k = mask.seq_lengths
-    everything = torch.arange(seq_k, device=mask.kv_indices.device)
-    return visible_keys(mask, listed_blocks(mask), 0, seq_q, everything)
+    return visible_keys(mask, listed_blocks(mask), range(seq_q), range(seq_k))
 
 
-def visible_keys(mask: Any, blocks: Blocks, first: int, last: int, keys: Tensor) -> Tensor:
-    """Returns what queries `first` to `last` see of these keys, (batch or 1, heads or 1, queries,
-    keys). The mask_mod is asked anew each time: it may read tensors that change."""
+def visible_keys(mask: Any, blocks: Blocks, queries: range, keys: range | Tensor) -> Tensor:
+    """Returns what these queries see of these keys, (batch or 1, heads or 1, queries, keys). The
+    mask_mod is asked anew each time: it may read tensors that change."""
     from torch.nn.attention.flex_attention import create_mask  # imported by whoever has a BlockMask
 
-    rows = torch.arange(first, last, device=keys.device)
-    batch, heads = mask.shape[:2]
-    inside = create_mask(lambda b, h, q, k: mask.mask_mod(b, h, rows[q], keys[k]), batch, heads,
-                         len(rows), len(keys), device=str(keys.device))
-    at = (..., (rows // mask.BLOCK_SIZE[0])[:, None], (keys // mask.BLOCK_SIZE[1])[None])
-    return (inside & blocks.partial[at]) | blocks.full[at]
+    device, first = mask.kv_indices.device, queries.start
+
+    def shifted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+        # an index costs a hundred times the sum
+        return mask.mask_mod(b, h, q + first,
+                             k + keys.start if isinstance(keys, range) else keys[k])
+
+    inside = create_mask(shifted, *mask.shape[:2], len(queries), len(keys), device=str(device))
+    rows, columns = (torch.arange(n.start, n.stop, device=device) if isinstance(n, range) else n
+                     for n in (queries, keys))
+    partial, full = (table.index_select(-1, columns // mask.BLOCK_SIZE[1]).index_select(
+        -2, rows // mask.BLOCK_SIZE[0]) for table in blocks)
+    return (inside & partial) | full

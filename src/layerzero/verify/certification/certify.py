@@ -5,8 +5,9 @@ Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtyp
 and crossings, each kind of circumstance once, gradients. `full` has every size and every layout of
 every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and circumstances and
 gradients in the longer lanes only; where compiling takes long, the quick lane ends after
-JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, and the verdict says so. A kernel passes if
-no case fails; what its own rules refuse is counted as skipped.
+JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, and where a case takes long, its other
+dtypes; the verdict says so. A kernel passes if no case fails; what its own rules refuse is counted
+as skipped.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress":
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 # After so long the rest is left to the full lane: of one kernel, and of all together.
 JIT_QUICK_S, JIT_ALL_S = 20.0, 30.0
+# A case of many thousand heads, that takes a kernel longer, is not asked again at another dtype.
+SLOW_CASE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,19 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     `stop_early`: after a failure only a few more cases run, enough for the diagnosis.
     """
     started, results, failed, ran_since = time.perf_counter(), [], 0, 0  # type: float, list[CaseResult], int, int
-    cut_short = ""
+    cut_short, slow, repeats = "", set(), 0     # type: str, set[str], int
     with warnings.catch_warnings(), _allow_recompiles(kernel):
         warnings.simplefilter("ignore")
         checks = _checks(kernel, device, lane, LANES[lane] if seeds is None else seeds)
         while (check := _next_check(kernel, checks)) is not None:
+            case = _plain_case(check) if lane == "quick" else None
+            if case in slow:
+                repeats += 1
+                continue
+            began = time.perf_counter()
             result = _guarded_check(kernel, check)
+            if case is not None and result.passed and time.perf_counter() - began > SLOW_CASE_S:
+                slow.add(case)
             results.append(result)
             failed += result.status == "failed"
             ran_since += failed > 0 and result.status != "skipped"
@@ -157,6 +167,9 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     diagnosis = _diagnosis(kernel, results, device)
     coverage = measure_coverage(kernel, device, lane, LANES[lane] if seeds is None else seeds,
                                 results)
+    if repeats:
+        cut_short = (f"{repeats} long cases at a second dtype: each took {SLOW_CASE_S:.0f} s at "
+                     "the first")
     if cut_short:
         coverage = replace(coverage, missing=(cut_short, *coverage.missing))
     verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis,
@@ -173,6 +186,13 @@ def _next_check(kernel: Kernel,
     except FAULTS as e:
         return partial(CaseResult, kernel.id, {}, kernel.op.dtypes[0], "failed", kinds=("fault",),
                        detail=f"its cases could not be made: {type(e).__name__}: {e}")
+
+
+def _plain_case(check: Callable[[], CaseResult]) -> str | None:
+    """Returns the case of a check that has no circumstance; None for any other check."""
+    if not isinstance(check, partial) or check.func is not check_case or len(check.args) != 5:
+        return None
+    return case_key(check.args[1])
 
 
 def _guarded_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResult:

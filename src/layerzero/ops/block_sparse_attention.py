@@ -123,7 +123,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"mask": "tables", "sq": 60, "sk": 90}, {"mask": "tables", "blocks": "16x32", "per": "heads"},
     {"per": "batch"}, {"per": "batch heads", "mask": "document", "hkv": 2},
     {"per": "heads", "mask": "window", "hkv": 1}, {"lse": True, "mask": "document"},
-    {"lse": True, "mask": "dead_rows", "hkv": 2}, {"softcap": 5.0}, {"scale": 0.3, "mask": "prefix"},
+    {"lse": True, "mask": "dead_rows", "hkv": 2}, {"softcap": 5.0},
+    {"scale": 0.3, "mask": "prefix"},
     {"softcap": 3.0, "scale": 0.7, "lse": True}, {"stride": "transposed", "mask": "document"},
     {"stride": "sparse", "hkv": 2}, {"sq": 1, "sk": 130, "blocks": "128x128", "hkv": 2},
     {"sq": 200, "sk": 200, "blocks": "128x128", "mask": "document", "b": 1, "hq": 2, "hkv": 1},
@@ -141,9 +142,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"mask": "one_row", "lse": True, "sq": 40}, {"mask": "dead_block", "lse": True})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
-    {}, {"mask": "document", "hkv": 2}, {"mask": "window", "sq": 5, "sk": 90}, {"mask": "dead_rows"},
-    {"mask": "one_row", "sq": 40}, {"mask": "tables", "per": "heads"}, {"lse": True},
-    {"d": 24, "dv": 40}, {"softcap": 5.0}, {"scale": 0.3}, {"stride": "transposed"})
+    {}, {"mask": "document", "hkv": 2}, {"mask": "window", "sq": 5, "sk": 90},
+    {"mask": "dead_rows"}, {"mask": "one_row", "sq": 40}, {"mask": "tables", "per": "heads"},
+    {"lse": True}, {"d": 24, "dv": 40}, {"softcap": 5.0}, {"scale": 0.3}, {"stride": "transposed"})
 
 
 # Mistakes that a kernel for this op could make.

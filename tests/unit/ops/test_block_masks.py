@@ -147,3 +147,12 @@ def test_it_can_be_explained_and_recorded(world, tmp_path) -> None:
         lz.attention(q, k, v, attn_mask=mask_of())
         lz.attention(q, k, v, is_causal=True)
     assert calls.unwritten == 1 and "is_causal" in path.read_text()
+
+
+def test_under_torch_compile_the_mask_is_made_dense(world) -> None:
+    q, k, v = qkv()
+    documents = torch.arange(40) // 15
+    mask = mask_of(mod=lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k))
+    compiled = torch.compile(lambda *t: lz.attention(*t, attn_mask=mask), backend="eager",
+                             fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), lz.attention(q, k, v, attn_mask=mask))

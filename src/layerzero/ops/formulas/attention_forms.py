@@ -17,7 +17,7 @@ from torch import Tensor
 from ...spec.errors import AmbiguousLayoutWarning, InvalidCall, warn_caller
 from ...spec.op import Redirect
 from ...spec.reason import Code, Reason
-from .block_masks import check_block_mask, is_block_mask
+from .block_masks import check_block_mask, dense_mask, is_block_mask
 
 Values = dict[str, Any]
 Undo = list[Callable[[Tensor], Tensor]]
@@ -64,9 +64,12 @@ def unwrap_bias(values: Values) -> Values | None:
     """Returns the arguments with a CausalBias said in plain ones, or None if there is none.
 
     The meaning of a CausalBias is in its attributes; its elements are none of it. It is known by
-    its name because its module imports Dynamo, which traces this function.
+    its name because its module imports Dynamo, which traces this function. A BlockMask, for which
+    torch.library has no type, becomes a dense mask in what Dynamo traces.
     """
     bias: Any = values.get("attn_mask")
+    if type(bias).__name__ == "BlockMask" and torch.compiler.is_compiling():
+        return {**values, "attn_mask": dense_mask(bias)}
     if (type(bias).__module__, type(bias).__name__) != ("torch.nn.attention.bias", "CausalBias"):
         return None
     if values.get("is_causal"):

@@ -75,7 +75,8 @@ def inputs(
         return t.transpose(1, 2) if stride == "transposed" else (t[..., ::2] if stride == "sparse"
                                                                  else t)
 
-    return {"query": tensor(hq, sq, d), "key": tensor(hkv, sk, d), "value": tensor(hkv, sk, dv or d),
+    return {"query": tensor(hq, sq, d), "key": tensor(hkv, sk, d),
+            "value": tensor(hkv, sk, dv or d),
             "block_mask": _block_mask(mask, blocks, b if "batch" in per else None,
                                       hq if "heads" in per else None, sq, sk, device),
             "scale": scale, "softcap": softcap, "return_lse": lse}

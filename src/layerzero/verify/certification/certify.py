@@ -50,6 +50,7 @@ from ..kernel.contract import (
 )
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
+from .argument_circumstances import LooseBound, argument_circumstances
 from .calls import (
     check_many_backwards,
     check_many_calls,
@@ -363,6 +364,11 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     """Yields checks on cells that the kernel accepts, one per dtype, more in the longer lanes; and
     on one more for each tensor that those do not give, of how it lies in memory."""
     op = kernel.op
+    # what a kernel takes for a length may be right where there are several, so in every case
+    bounds = [c for c in argument_circumstances(op) if isinstance(c, LooseBound)]
+    yield from (partial(check_case, kernel, case, dtype, device, seed, bound) for bound in bounds
+                for case, dtype in cells if dtype == op.dtypes[0] and case in op.cases
+                and _accepts(kernel, (case, dtype), device, seed))
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     for dtype in ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))

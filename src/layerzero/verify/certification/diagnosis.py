@@ -191,9 +191,10 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     for fact, kind in _BY_FACT:
         if fact in where and (fact in _NO_ARGUMENT or any(fact in name for name in arguments)):
             return kind, forward[0].detail
-    if of_sizes and "(it passes" in where and not arguments:
-        return "sizes", forward[0].detail
     distinguished = any(part in where for name in arguments for part in name.split(" and "))
+    # calls of a smaller size pass with the same arguments
+    if of_sizes and "(it passes" in where and not distinguished:
+        return "sizes", forward[0].detail
     by_values = _explain_by_values(kernel, forward, device)
     if by_values and not (distinguished and by_values[0] == "last rows"):
         return by_values

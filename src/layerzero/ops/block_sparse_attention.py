@@ -102,7 +102,8 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         "dead_block": lambda b, h, q, k: (q >= 20 + b + h) & (k <= q),
         "one_row": lambda b, h, q, k: (q == seq_q - 1) & (k % 2 == 0),
         "tables": lambda b, h, q, k: (k + q) % 5 != 0}
-    size = tuple(int(n) for n in blocks.split("x"))
+    block_q, block_k = blocks.split("x")
+    size = int(block_q), int(block_k)
     mask = create_block_mask(mods[kind], batch, heads, seq_q, seq_k, device=device,
                              BLOCK_SIZE=size)
     if kind != "tables":
@@ -157,10 +158,11 @@ def _with_blocks(partial: bool, full: bool) -> Any:
 
         mask = v["block_mask"]
         mod = noop_mask if partial else mask.mask_mod
-        kept = (mask.full_kv_num_blocks, mask.full_kv_indices) if full else (None, None)
+        counts, indices = ((mask.full_kv_num_blocks, mask.full_kv_indices) if full
+                           else (None, None))
         return {**v, "block_mask": BlockMask.from_kv_blocks(
-            mask.kv_num_blocks, mask.kv_indices, *kept, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mod,
-            seq_lengths=mask.seq_lengths)}
+            mask.kv_num_blocks, mask.kv_indices, counts, indices, BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=mod, seq_lengths=mask.seq_lengths)}
 
     return alter
 
@@ -169,8 +171,9 @@ def _mask_mod_alone(op: Any, v: Values) -> Values | None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask = v["block_mask"]
+    batch, heads, seq_q, seq_k = mask.shape
     return {**v, "block_mask": create_block_mask(
-        mask.mask_mod, *mask.shape, device=str(mask.kv_indices.device),
+        mask.mask_mod, batch, heads, seq_q, seq_k, device=str(mask.kv_indices.device),
         BLOCK_SIZE=mask.BLOCK_SIZE)}
 
 

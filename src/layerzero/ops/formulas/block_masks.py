@@ -89,7 +89,8 @@ def visible_keys(mask: Any, blocks: Blocks, queries: range, keys: range | Tensor
         return mask.mask_mod(b, h, q + first,
                              k + keys.start if isinstance(keys, range) else keys[k])
 
-    inside = create_mask(shifted, *mask.shape[:2], len(queries), len(keys), device=str(device))
+    batch, heads = mask.shape[:2]
+    inside = create_mask(shifted, batch, heads, len(queries), len(keys), device=str(device))
     rows, columns = (torch.arange(n.start, n.stop, device=device) if isinstance(n, range) else n
                      for n in (queries, keys))
     partial, full = (table.index_select(-1, columns // mask.BLOCK_SIZE[1]).index_select(

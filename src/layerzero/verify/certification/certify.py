@@ -50,7 +50,7 @@ from ..kernel.contract import (
 )
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
-from .argument_circumstances import LooseBound, argument_circumstances
+from .argument_circumstances import EveryCode, LooseBound, argument_circumstances
 from .calls import (
     check_many_backwards,
     check_many_calls,
@@ -364,9 +364,11 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     """Yields checks on cells that the kernel accepts, one per dtype, more in the longer lanes; and
     on one more for each tensor that those do not give, of how it lies in memory."""
     op = kernel.op
-    # what a kernel takes for a length may be right where there are several, so in every case
-    bounds = [c for c in argument_circumstances(op) if isinstance(c, LooseBound)]
-    yield from (partial(check_case, kernel, case, dtype, device, seed, bound) for bound in bounds
+    # A bound may be the length where there is one item, a code matters in its format: so in every
+    # case.
+    everywhere = [c for c in argument_circumstances(op) if isinstance(c, (LooseBound, EveryCode))]
+    yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                for circumstance in everywhere
                 for case, dtype in cells if dtype == op.dtypes[0] and case in op.cases
                 and _accepts(kernel, (case, dtype), device, seed))
     count = {"quick": 1, "full": 3, "stress": 3}[lane]

@@ -76,6 +76,7 @@ __all__ = [
     "attention",
     "attn_processor",
     "auto",
+    "block_sparse_attention",
     "causal_conv1d",
     "clear_cache",
     "compile",
@@ -1046,6 +1047,7 @@ def attention(
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
     its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
+    attn_mask may be a BlockMask of flex_attention: the call is then lz.block_sparse_attention's.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
@@ -1118,6 +1120,35 @@ def attention(
     """The overload for `return_lse: bool`; the first one describes the operation.
 
     Returns: Tensor | tuple[Tensor, Tensor]
+    """
+
+
+def block_sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float | None = None, *,
+    softcap: float = 0.0, return_lse: bool = False, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Any:
+    """Attention under a BlockMask of torch; tensors are (batch, heads, seq, dim).
+
+    The query may have a multiple of the key's heads. A query that sees no key gives zeros, and -inf
+    as its log-sum-exp. scale, softcap, return_lse: as in lz.attention.
+
+    Args:
+        query (Tensor): batch heads seq_q head_dim
+        key (Tensor): batch kv_heads seq_k head_dim
+        value (Tensor): batch kv_heads seq_k head_dim_v
+        block_mask (Any)
+        scale (float | None)
+        softcap (float)
+        return_lse (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Any
+
+    Example:
+        op = lz.op("block_sparse_attention")
+        out = lz.block_sparse_attention(**op.inputs(**op.cases[0]))
     """
 
 

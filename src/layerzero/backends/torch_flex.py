@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,31 +18,15 @@ from ..ops.attention import OP as attention
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
+from ._flex import compiled_flex
 
-_serial = count()
 BLOCK = 128                # of the block mask; within one block nothing is skipped
 
 
 def _flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    lse_option = _lse_option()
-
-    @lru_cache(maxsize=None)
-    def compiled(*specialization: Any) -> Callable[..., Any]:
-        """Returns one compiled function per specialization, with a unique name.
-
-        torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
-        makes it raise instead.
-        """
-        def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any,
-                   scale: float | None,
-                   aux: dict[str, Any]) -> Any:
-            return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True,
-                                  **aux)
-
-        attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{next(_serial)}")
-        return torch.compile(attend, fullgraph=True)
+    compiled = compiled_flex("flex_attention")
 
     @lru_cache(maxsize=256)
     def diagonal(offset: int, device: torch.device) -> Tensor:
@@ -71,24 +54,12 @@ def _flex() -> Callable[..., Any]:
         attend = compiled(query.dtype, query.device.type, query.shape[1], key.shape[1],
                           query.shape[3], value.shape[3], window_left, right, use_block_mask,
                           slopes is None, softcap, return_lse, torch.is_grad_enabled())
-        result = attend(query, key, value, _score_mod(visible, slopes, softcap),
-                        block_mask_of(seq_q, seq_k, offset, window_left, right,
-                                      query.device) if use_block_mask else None,
-                        scale, lse_option if return_lse else {})
-        if not return_lse:
-            return result
-        lse = result[1]
-        return result[0], lse if isinstance(lse, Tensor) else lse.lse
+        return attend(query, key, value, _score_mod(visible, slopes, softcap),
+                      block_mask_of(seq_q, seq_k, offset, window_left, right,
+                                    query.device) if use_block_mask else None,
+                      scale, return_lse)
 
     return run
-
-
-def _lse_option() -> dict[str, Any]:
-    """Returns the option that requests the log-sum-exp: `return_lse` until torch 2.8, a request
-    object since."""
-    from torch.nn.attention import flex_attention as module
-    request = getattr(module, "AuxRequest", None)
-    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 def _mask_mod(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import count
 from typing import Any, Union
 
 import torch
@@ -24,6 +22,7 @@ from ..ops.merge_attention import OP as merge_attention
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
+from ._flex import compiled_flex
 from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
 from ._sequences import POSITIVE_SCALE, attend_rows
 
@@ -188,25 +187,13 @@ def _aliased() -> Callable[..., Any]:
 
 # flex_attention with a block mask
 
-_serial = count()
 BLOCK = 128                # of the block mask
 
 
 def _flex() -> Callable[..., Any]:
-    from torch.nn.attention import flex_attention as module
-    request = getattr(module, "AuxRequest", None)
-    lse_option = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    from torch.nn.attention.flex_attention import BlockMask
 
-    @lru_cache(maxsize=None)
-    def compiled(*specialization: Any) -> Callable[..., Any]:
-        def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any,
-                   scale: float | None, aux: dict[str, Any]) -> Any:
-            return module.flex_attention(query, key, value, score, block_mask, scale,
-                                         enable_gqa=True, **aux)
-
-        # torch counts recompilations by name
-        attend.__code__ = attend.__code__.replace(co_name=f"grouped_flex_{next(_serial)}")
-        return torch.compile(attend, fullgraph=True)
+    compiled = compiled_flex("grouped_flex")
 
     def run(query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int,
             max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
@@ -222,7 +209,7 @@ def _flex() -> Callable[..., Any]:
         def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        mask = module.BlockMask.from_kv_blocks(
+        mask = BlockMask.from_kv_blocks(
             *blocks_of(low, high, key.shape[0]), BLOCK_SIZE=BLOCK, mask_mod=visible,
             seq_lengths=(query.shape[0], key.shape[0]))
         # a hidden key counts nothing only if it is finite
@@ -230,12 +217,10 @@ def _flex() -> Callable[..., Any]:
                                                      value.where(used, 0.0)))
         attend = compiled(query.dtype, query.shape[1:], key.shape[1], value.shape[2], softcap,
                           return_lse, torch.is_grad_enabled())
-        result = attend(q, k, v, cap if softcap else None, mask, scale,
-                        lse_option if return_lse else {})
+        result = attend(q, k, v, cap if softcap else None, mask, scale, return_lse)
         if not return_lse:
             return result[0].transpose(0, 1)
-        lse = result[1] if isinstance(result[1], Tensor) else result[1].lse
-        return result[0][0].transpose(0, 1), lse[0].transpose(0, 1)
+        return result[0][0].transpose(0, 1), result[1][0].transpose(0, 1)
 
     return run
 

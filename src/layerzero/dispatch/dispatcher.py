@@ -284,7 +284,7 @@ class Dispatcher:
         override_in_key = extend_keys(override)
         values = unwrap_numbers(self.op, values)
         named = dict(zip(self.names, values))
-        tensors = check_types(self.op, named)
+        tensors = check_types(self.op, named, may_be_foreign=True)
         check_storage(self.op, tensors, may_be_nested=self.op.nested)
         if self.op.canonical is not None:       # before a cast, of which a CausalBias makes nothing
             redirect = self.op.canonical(named)

@@ -116,9 +116,11 @@ def _is_number(value: Any, kind: str) -> bool:
             and (kind == "float" or not value.is_floating_point()))
 
 
-def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def check_types(op: Op, values: Mapping[str, Any],
+                may_be_foreign: bool = False) -> dict[str, Tensor]:
     """Return the tensors among the arguments; raise InvalidCall for one that has not its declared
-    type or range."""
+    type or range. `may_be_foreign`: the caller asks `canonical` next, which rewrites what
+    `foreign` accepts."""
     tensors: dict[str, Tensor] = {}
     for p in op.params:
         value = values[p.name]
@@ -126,11 +128,12 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
             if not p.optional:
                 raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, "None", p.name))
         elif p.kind == "tensor":
-            if not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                tensors[p.name] = value
+            elif not (may_be_foreign and p.name in op.foreign and op.foreign[p.name](value)):
                 raise InvalidCall.of(op.name,
                                      Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__,
                                             p.name))
-            tensors[p.name] = value
         elif (not isinstance(value, _PARAM_TYPES[p.kind])
               or (p.kind in ("int", "float") and isinstance(value, bool))):
             raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__,

@@ -120,7 +120,7 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
 def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | None:
     """Return how a result differs from what the op describes; None if it does not, or if the op
     cannot say."""
-    expected = None if op.read is not None else _expected_result(op, values)
+    expected = None if not op.tensors else _expected_result(op, values)
     if out is None:
         return WrongResult("a result" if expected is None
                            else ", ".join(map(_describe, as_tuple(expected))), "None")

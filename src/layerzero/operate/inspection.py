@@ -74,7 +74,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     extend_keys(override)
     values = dispatcher.order_arguments(args, kwargs)
     named = dict(zip(dispatcher.names, values))
-    tensors = check_types(dispatcher.op, named)             # before anything reads them
+    tensors = check_types(dispatcher.op, named, may_be_foreign=True)   # before they are read
     if dispatcher.op.canonical is not None:
         redirect = dispatcher.op.canonical(named)
         if redirect is not None:

@@ -21,6 +21,7 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, any_of, at_least, at_most, dtypes, equals, on, one_of
 from .formulas.attention_forms import canonical, unwrap_bias
+from .formulas.block_masks import is_block_mask
 from .formulas.common import FLOATS, HEAD_WORDS, attend
 from .formulas.mistakes import (
     LSE,
@@ -45,6 +46,7 @@ def reference(
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
     its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
+    attn_mask may be a BlockMask of flex_attention: the call is then lz.block_sparse_attention's.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
@@ -298,6 +300,6 @@ OP = Op(
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
     differentiable=("query", "key", "value"), autocast="lower", canonical=canonical,
-    unwrap=unwrap_bias, extra_check=extra_check,
+    foreign={"attn_mask": is_block_mask}, unwrap=unwrap_bias, extra_check=extra_check,
     outputs="Tensor[]", nested=True, sdpa_switches=True,
 )

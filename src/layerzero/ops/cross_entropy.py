@@ -63,6 +63,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "some"}, {"ignored": "some", "reduction": "none"},
     {"ignored": "some", "smoothing": 0.1}, {"ignored": "all", "reduction": "sum"},
     {"ignored": "all", "reduction": "none"}, {"ignored": "some", "ignore_index": 4},
+    {"ignored": "some", "ignore_index": 0, "rows": (24,)},
     {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"},
     {"smoothing": 0.1}, {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"},
     {"stride": "sparse"}, {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"},

@@ -119,6 +119,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True},
     {"capacity": 2, "others": 4, "offset": 1, "top_k": 3}, {"weight_on": "input", "top_k": 1},
     {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
+    {"weight_on": "input", "offset": 2, "others": 4},
     {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9},
     {"hidden": 64, "inner": 128},
 )

@@ -100,6 +100,7 @@ TREES: dict[str, tuple[int, ...]] = {
     "two_by_two": (-1, -1, 0, 0, 1, 1), "chain": (-1, 0, 1, 2), "fan": (-1, -1, -1, -1, -1),
     "none": (), "one": (-1,), "mixed": (-1, 0, -1, 0, 1, 1, 2, 4, 4, 7),
     "disordered": (-1, 3, 0, -1, 2, 9),
+    "forty": tuple(max((i - 2) // 2, -1) for i in range(40)),      # two children each
 }
 
 
@@ -150,6 +151,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
     {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"},
     {"vocab": 5003, "batch": 2}, {"without_replacement": True, "alike": 0.9, "batch": 16},
+    {"tree": "forty", "alike": 0.95},
 )
 
 STRESS: tuple[dict[str, Any], ...] = ({"vocab": 70_001, "batch": 2},)      # ids beyond 2^16

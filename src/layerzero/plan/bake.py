@@ -87,7 +87,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     extend_keys(override)
     values = dispatcher.order_arguments(args, kwargs)
     named = dict(zip(dispatcher.names, values))
-    tensors = reading.check_types(dispatcher.op, named)
+    tensors = reading.check_types(dispatcher.op, named, may_be_foreign=True)
     if not tensors:
         raise ConfigError(
             f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you "

@@ -85,13 +85,13 @@ class Case:
     def of(cls, op: Op, case: Mapping[str, Any], dtype: str, device: str) -> Case:
         values = case_values(op, case, dtype, device)
         eager = formula(op, values)
-        return cls(op, dtype, device, values, eager if op.read is not None
+        return cls(op, dtype, device, values, eager if not op.tensors
                    else formula(op, upcast(values)), eager)
 
     def complaint(self, result: Any) -> str:
         """Returns what is wrong with a result; "" if it is right."""
         results = results_of(result)
-        if self.op.read is not None:
+        if not self.op.tensors:
             return ("" if results == self.eager
                     else f"{results!r:.200} instead of {self.eager!r:.200}")
         if len(results) != len(self.eager):
@@ -120,7 +120,7 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
             if ops and op.name not in ops:
                 continue
             for device in devices:
-                if op.read is not None and device != "cpu":    # text is on no device
+                if not op.tensors and device != "cpu":    # text is on no device
                     continue
                 cases += [Case.of(op, case, dtype, device) for dtype in op.dtypes[:DTYPES]
                           for case in op.cases[:CASES]]

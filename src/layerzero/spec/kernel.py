@@ -217,7 +217,7 @@ class Kernel:
         that ranks do not share."""
         dims, declared = ((self.op.batch_dims, self.batch_invariant) if to == "batch"
                           else (self.op.shard_dims, self.tp_invariant))
-        return dims == () or self.op.read is not None or (
+        return dims == () or not self.op.tensors or (
             declared and all(rule.check(facts) is None for rule in self.invariant_when))
 
     def reasons(self, facts: Facts) -> Iterator[Reason]:

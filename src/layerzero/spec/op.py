@@ -134,6 +134,8 @@ class Op:
     autocast: str = ""
     # rewrites unusual calls (3-D, nested)
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None
+    # values that are no tensors, of parameters that are, which `canonical` rewrites
+    foreign: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     # says in plain arguments what a tensor subclass means, if it does; Dynamo traces it
     unwrap: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     # what rules cannot express
@@ -317,7 +319,7 @@ class Op:
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
                               if f.name not in (*_CALLABLES, "alterations", "words", "batch_dims",
-                                                "shard_dims", "invariance_cases")))
+                                                "shard_dims", "invariance_cases", "foreign")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

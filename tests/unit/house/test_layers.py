@@ -24,7 +24,7 @@ RANK = {"spec": 0, "files": 1, "ops": 2, "perf": 2, "backends": 3, "selection": 
 PURE = ("spec", "files")                       # rooms that import the standard library only
 INDEPENDENT = ("ops", "backends")              # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
-HELPERS = {"ops": ("formulas",), "backends": ("_packing", "_pages", "_sequences")}
+HELPERS = {"ops": ("formulas",), "backends": ("_flex", "_packing", "_pages", "_sequences")}
 Module = tuple[str, ...]                       # its names below the package
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -419,23 +419,23 @@ def test_others_cannot_read_what_we_make(tmp_path):
 
 
 def test_nobody_waits_for_ever_for_a_process_that_stopped_while_it_set_a_file_aside(
-        path, happened, monkeypatch):
+        path, emitted, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
-    measurements.record([measured(0)])
+    measurements.record([measurement(0)])
     content = bytearray(path.read_bytes())
     content[100:200] = bytes(100)
     path.write_bytes(content)
     monkeypatch.setattr("layerzero.perf.store.LOCK_SECONDS", 0.05)
     with open(f"{path}.lock", "w") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
-        measurements.record([measured(1)])
-        waits(happened, 1, "damaged" if "damaged" in of(StoreTrouble, happened)[-1].problem
+        measurements.record([measurement(1)])
+        waits(emitted, 1, "damaged" if "damaged" in events_of(StoreTrouble, emitted)[-1].problem
               else "malformed")
-    assert "held by another process" in of(StoreTrouble, happened)[-1].action
+    assert "held by another process" in events_of(StoreTrouble, emitted)[-1].action
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_thread_that_still_writes(
-        path, happened, monkeypatch):
+        path, emitted, monkeypatch):
     writes, ends = threading.Event(), threading.Event()
 
     def write():
@@ -447,10 +447,10 @@ def test_the_end_of_a_process_does_not_wait_for_a_thread_that_still_writes(
     thread.start()
     try:
         writes.wait(60)
-        monkeypatch.setattr(state, "unsaved", Batch().including([measured(0)], {}, {}))
+        monkeypatch.setattr(state, "unsaved", Batch().including([measurement(0)], {}, {}))
         monkeypatch.setattr(measurements, "READ_SECONDS", 0.05)
         measurements._at_exit()
     finally:
         ends.set()
         thread.join()
-    assert "1 measurements are lost" in of(StoreTrouble, happened)[-1].action
+    assert "1 measurements are lost" in events_of(StoreTrouble, emitted)[-1].action

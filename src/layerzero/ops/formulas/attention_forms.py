@@ -17,6 +17,7 @@ from torch import Tensor
 from ...spec.errors import AmbiguousLayoutWarning, InvalidCall, warn_caller
 from ...spec.op import Redirect
 from ...spec.reason import Code, Reason
+from .block_masks import check_block_mask, dense_mask, is_block_mask
 
 Values = dict[str, Any]
 Undo = list[Callable[[Tensor], Tensor]]
@@ -32,6 +33,8 @@ def canonical(values: Values) -> Redirect | None:
     tensors = [values[name] for name in QKV]
     if any(t.is_nested for t in tensors):
         return _pack_nested(values)
+    if is_block_mask(values["attn_mask"]):
+        return _block_sparse(values)
     plain = values
     if values["layout"] == "auto":
         plain = {**values, "layout": detect_layout(*tensors)}
@@ -61,9 +64,12 @@ def unwrap_bias(values: Values) -> Values | None:
     """Returns the arguments with a CausalBias said in plain ones, or None if there is none.
 
     The meaning of a CausalBias is in its attributes; its elements are none of it. It is known by
-    its name because its module imports Dynamo, which traces this function.
+    its name because its module imports Dynamo, which traces this function. A BlockMask, for which
+    torch.library has no type, becomes a dense mask in what Dynamo traces.
     """
     bias: Any = values.get("attn_mask")
+    if type(bias).__name__ == "BlockMask" and torch.compiler.is_compiling():
+        return {**values, "attn_mask": dense_mask(bias)}
     if (type(bias).__module__, type(bias).__name__) != ("torch.nn.attention.bias", "CausalBias"):
         return None
     if values.get("is_causal"):
@@ -92,6 +98,44 @@ def _merge_causal(values: Values) -> Values:
             Code.MASK_WITH_CAUSAL,
             "Explicit attn_mask should not be set when is_causal=True and only MATH is enabled"))
     return {**values, "is_causal": False, "window_right": 0}
+
+
+# block masks
+
+def _block_sparse(values: Values) -> Redirect:
+    """Rewrites a call with a BlockMask as one of block_sparse_attention."""
+    plain = {name: values[name] for name in QKV}
+    layout = values["layout"]
+    swapped = (detect_layout(*plain.values()) if layout == "auto" else layout) == "bshd"
+    for name, t in plain.items():
+        if t.dim() != 4:
+            raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, "4, with a BlockMask",
+                                                     t.dim(), name))
+    for name, default, place in (
+            ("is_causal", False, ", whose mask_mod has a place for it"),
+            ("window_left", -1, ", whose mask_mod has a place for it"),
+            ("window_right", -1, ", whose mask_mod has a place for it"),
+            ("alibi_slopes", None, ""), ("dropout_p", 0.0, "")):
+        if values[name] is not default and values[name] != default:
+            got = "a tensor" if isinstance(values[name], Tensor) else values[name]
+            raise InvalidCall.of("attention", Reason(
+                Code.VALUE_OUT_OF_RANGE, f"{default} beside a BlockMask{place}", got, name))
+    if swapped:
+        plain = {name: t.transpose(1, 2) for name, t in plain.items()}
+    query, key, _ = plain.values()
+    if not values["enable_gqa"] and query.shape[1] != key.shape[1] != 1:
+        raise InvalidCall.of("attention", Reason(Code.GQA_UNSUPPORTED, 1,
+                                                 query.shape[1] // max(key.shape[1], 1), "group"))
+    check_block_mask("attention", values["attn_mask"], query, key, "attn_mask")
+
+    def restore(result: Any) -> Any:
+        out, *lse = result if isinstance(result, tuple) else (result,)
+        out = out.transpose(1, 2) if swapped else out
+        return (out, *lse) if lse else out
+
+    return Redirect("block_sparse_attention", {
+        **plain, "block_mask": values["attn_mask"], "scale": values["scale"],
+        "softcap": values["softcap"], "return_lse": values["return_lse"]}, restore)
 
 
 # shapes

@@ -53,7 +53,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
     values = case_values(op, case, dtype, device, seed)
     reasons = refusals(kernel, values)
-    if reasons or op.read is not None or any(
+    if reasons or not op.tensors or any(
             isinstance(v, torch.Generator) for v in values.values()):
         return result("skipped", reasons=reasons)
     state = process_state(device)
@@ -267,7 +267,7 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
         return _result(kernel, case, dtype, name, seed, status, kind, detail, reasons)
 
     plain = case_values(op, case, dtype, device, seed)
-    if op.read is not None or op.family in ("sampling", "quantization"):
+    if not op.tensors or op.family in ("sampling", "quantization"):
         return result("skipped")               # they have a rule of their own for such numbers
     reasons = refusals(kernel, plain)
     if reasons:

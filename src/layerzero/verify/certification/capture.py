@@ -169,7 +169,7 @@ def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt,
 
 def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
     """Returns the fields of a certificate about graph capture."""
-    if device != "cuda" or kernel.op.read is not None or why_no_capture():
+    if device != "cuda" or not kernel.op.tensors or why_no_capture():
         return {}
     verdict = capture_cases(kernel)
     return {"graph_safe": verdict.safe, "graph_problem": verdict.why if verdict.safe is False

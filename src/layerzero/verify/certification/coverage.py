@@ -38,7 +38,7 @@ def measure_coverage(kernel: Kernel, device: str, lane: str, seeds: Sequence[int
                      results: Sequence[CaseResult]) -> Coverage:
     """Returns what these results cover of the kernel's op."""
     op, ran = kernel.op, [r for r in results if r.status != "skipped"]
-    if op.read is not None or not ran:
+    if not op.tensors or not ran:
         return NOTHING
     sizes = {name: max((_largest(r.case.get(name, default)) for r in ran), default=0)
              for name, default in numbers_of(op).items()}

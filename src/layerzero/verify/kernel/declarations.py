@@ -150,7 +150,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _meta(op: Op) -> Iterator[str]:
-    if op.read is not None:
+    if not op.tensors:
         return
     for case in op.cases:
         values = case_values(op, case, op.dtypes[0])
@@ -162,7 +162,7 @@ def _meta(op: Op) -> Iterator[str]:
 
 
 def _tolerances(op: Op) -> Iterator[str]:
-    if op.read is not None:
+    if not op.tensors:
         return
     for dtype in set(op.dtypes) - op.tolerance.by_dtype.keys():
         dtypes = [t.dtype for case in op.cases
@@ -177,7 +177,7 @@ def _tolerances(op: Op) -> Iterator[str]:
 
 
 def _cost(op: Op) -> Iterator[str]:
-    if op.read is not None:                    # text has no roofline
+    if not op.tensors:                    # text has no roofline
         return
     if op.bytes.strip() == "0":
         yield "declares no bytes: a call moves at least its inputs"
@@ -349,7 +349,7 @@ def _claims(kernel: Kernel) -> Iterator[str]:
             yield ("accepts no case of its op on any known hardware: add a case that reaches it, "
                    "or drop it")
         return
-    if op.read is not None:
+    if not op.tensors:
         return
     for fact, value in _declared_values(kernel):
         if (not any(facts.get(fact) == value for _, facts in accepted)

@@ -124,11 +124,17 @@ def worker_kernel(name: str, kernel: Kernel, entry: Isolation,
 
 def _loader(kernel: Kernel, entry: Isolation,
             policy_in_force: Callable[[], Policy]) -> Callable[[], Callable[..., Any]]:
+    last: tuple[Policy | None, Limits] = None, Limits(0.0, 0)
+
     def limits() -> Limits:
-        setting = policy_in_force().setting
-        seconds = setting("isolation_timeout"), setting("call_timeout")
-        return Limits(min(s for s in seconds if s is not None),
-                      max(setting("isolation_memory") or _half_of_memory(), MIN_BYTES))
+        nonlocal last
+        policy = policy_in_force()
+        if last[0] is not policy:              # one tuple: other threads read it
+            seconds = policy.setting("isolation_timeout"), policy.setting("call_timeout")
+            nbytes = policy.setting("isolation_memory") or _half_of_memory()
+            last = policy, Limits(min(s for s in seconds if s is not None),
+                                  max(nbytes, MIN_BYTES))
+        return last[1]
 
     def load() -> Callable[..., Any]:
         workers = pool.pool_of(_worker(kernel), entry.python, limits,

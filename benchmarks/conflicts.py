@@ -94,12 +94,12 @@ def serve_at_once(calls: Calls, seconds: float, after: Callable[[], None] | None
 
     def work(kernel: str) -> None:
         call, right = calls[kernel]
-        while time.monotonic() < end:
-            with lz.prefer(kernel):
+        with lz.prefer(kernel):
+            while time.monotonic() < end:
                 out = call()
-            made[kernel] += 1
-            if not torch.allclose(out, right, atol=1e-4, rtol=1e-4):
-                wrong.append(kernel)
+                made[kernel] += 1
+                if not torch.allclose(out, right, atol=1e-4, rtol=1e-4):
+                    wrong.append(kernel)
 
     threads = [threading.Thread(target=work, args=(kernel,)) for kernel in calls]
     for thread in threads:

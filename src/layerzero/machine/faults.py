@@ -77,7 +77,7 @@ class WorkerFault(RuntimeError):
 
     def __init__(self, worker: str, why: str) -> None:
         super().__init__(f"{why} (in the worker of {worker})")
-        self.worker = worker
+        self.worker, self.why = worker, why
 
 
 class WorkerLost(WorkerFault):

@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from ..machine.isolation.wire import (
     FAULT,
     FORM,
     FORM_ID,
+    HEADER,
     LOAD,
     LOADED,
     MAX_FORMS,
@@ -115,6 +116,23 @@ class Form:
         self.staged: list[Any] = []
 
 
+class Answer(NamedTuple):
+    """The last answer to a form, if it was one dense tensor: most calls are answered alike."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    room: int
+    nbytes: int
+    view: Tensor
+    frame: bytes
+
+    def fits(self, out: Any, room: int, nbytes: int) -> bool:
+        return (type(out) is Tensor and room == self.room and nbytes >= self.nbytes
+                and out.dtype is self.dtype and out.shape == self.shape
+                and out.stride() == self.strides and out.is_cpu)
+
+
 class Server:
     def __init__(self, config: dict[str, Any]) -> None:
         reading, writing, self.alive, control, arena = config["fds"]
@@ -125,6 +143,7 @@ class Server:
         self.kernels: dict[str, Loaded] = {}
         self.forms: dict[int, Form] = {}
         self.results: dict[Any, tuple[int, Results, dict[int, list[Tensor]]]] = {}
+        self.answers: dict[int, Answer] = {}   # by form
         self.stages: dict[int, cuda.Stage] = {}
         self.state = list(config["state"])
         adopt(self.state)
@@ -165,6 +184,7 @@ class Server:
     def define(self, body: bytes) -> None:
         number, = FORM_ID.unpack_from(body)
         message = json.loads(body[FORM_ID.size:])
+        self.answers.pop(number, None)
         self.forms[number] = Form(message, self.kernels[message["kernel"]])
 
     def run(self, body: bytes) -> None:
@@ -173,7 +193,12 @@ class Server:
         values = form.placed.get(positions)
         if values is None:
             values = self.place(form, positions)
-        self.reply(form.run(self.in_state(form.state, values)), room, nbytes)
+        out, answer = form.run(self.in_state(form.state, values)), self.answers.get(number)
+        if answer is not None and answer.fits(out, room, nbytes):
+            answer.view.copy_(out)
+            self.link.post(answer.frame)
+        else:
+            self.reply(out, room, nbytes, number)
 
     def in_state(self, wanted: list[Any], values: list[Any]) -> list[Any]:
         if wanted != self.state:
@@ -197,14 +222,19 @@ class Server:
         form.placed[positions] = values
         return values
 
-    def reply(self, out: Any, room: int, nbytes: int) -> None:
+    def forget_results(self) -> None:
+        """Numbers of results begin again: no answer may name an old one."""
+        self.results.clear()
+        self.answers.clear()
+
+    def reply(self, out: Any, room: int, nbytes: int, form: int) -> None:
         """Copies a result into the room that the process gave, or asks for more."""
         items, key = _items(out)
         known = self.results.get(key)
         text = b""
         if known is None:
             if len(self.results) >= MAX_FORMS:
-                self.results.clear()
+                self.forget_results()
             results = _describe_result(out, items, "cpu")
             known = self.results[key] = len(self.results), results, {}
             text = results.to_json().encode()
@@ -226,6 +256,10 @@ class Server:
         for view, t in zip(views, _tensors(items)):
             view.copy_(unexpanded(t))
         self.link.send(RESULT, FORM_ID.pack(number) + text)
+        if type(out) is Tensor and out.numel() and 0 not in out.stride():
+            frame = HEADER.pack(RESULT, FORM_ID.size) + FORM_ID.pack(number)
+            self.answers[form] = Answer(out.dtype, out.shape, out.stride(), room, results.nbytes,
+                                        views[0], frame)
 
     def map_stage(self, body: bytes) -> None:
         stage = cuda.Stage.of(json.loads(body))
@@ -257,7 +291,7 @@ class Server:
             if position + results.nbytes > stage.size:
                 return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(results, _tensors(items))
             if len(self.results) >= MAX_FORMS:
-                self.results.clear()
+                self.forget_results()
             known = self.results[key] = len(self.results), results, {}
             text = results.to_json().encode()
         number, results, _ = known

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.machine.faults import WorkerFault, WorkerLost, WorkerStarting
 from layerzero.machine.isolation import pool as pools
 from layerzero.machine.isolation.arena import Arena, ArenaFull
-from layerzero.machine.isolation.wire import SMALL, Spec
+from layerzero.machine.isolation.wire import MAX_FORMS, SMALL, Spec
 from layerzero.spec.errors import ConfigError, NamedKernelRefused
 from layerzero.spec.event import Fallback
 from layerzero.spec.reason import Code
@@ -60,6 +60,14 @@ def test_a_worker_serves_like_the_kernel_itself(workers):
         out = lz.rms_norm(x, weight, backend=ISOLATED)
         wanted = torch.rms_norm(x, (8,), weight, 1e-6)
         assert out.dtype is x.dtype and torch.equal(out, wanted), x.stride()
+
+
+def test_more_kinds_of_calls_than_are_remembered(workers):
+    for rows in (*range(1, MAX_FORMS + 8), 1, 2, 1):       # numbers of forms and results come again
+        x = torch.full((rows, 8), float(rows % 7))
+        for _ in range(2):
+            out = workers.call("misbehaving.rms_norm", (x, None, 1e-6), ())
+            assert torch.equal(out, torch.rms_norm(x, (8,), None, 1e-6)), rows
 
 
 def test_strides_survive_both_ways():

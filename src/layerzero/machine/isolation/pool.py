@@ -166,7 +166,7 @@ class Pool:
                 self.workers.append(worker)
             return worker
         except BaseException as e:             # an interrupt too must leave no process behind
-            self._note(str(e))
+            self._note(e)
             if worker is not None:
                 self._remove(worker)
             raise
@@ -183,13 +183,13 @@ class Pool:
         thread.start()
         self.starters.append(thread)
 
-    def _note(self, why: str) -> None:
+    def _note(self, fault: BaseException) -> None:
         self.deaths += 1
-        self.why = why
+        self.why = fault.why if isinstance(fault, WorkerFault) else str(fault)
         self.not_before = time.monotonic() + min(FIRST_DELAY * 2 ** (self.deaths - 1), MAX_DELAY)
 
     def _lost(self, worker: Worker, why: BaseException) -> None:
-        self._note(str(why))
+        self._note(why)
         self._remove(worker)
         with self.lock:
             if not self.closed and len(self.workers) + self.starting < self.size():

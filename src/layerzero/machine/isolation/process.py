@@ -145,7 +145,7 @@ class Worker:
         try:
             self.process = subprocess.Popen(
                 [python or sys.executable, "-c", _BOOT, json.dumps(config)], pass_fds=fds,
-                stdin=subprocess.DEVNULL, stdout=2, env=_environment(python),
+                stdin=subprocess.DEVNULL, stdout=2, env=environment(python),
                 start_new_session=True)
         except OSError as e:
             self.close()
@@ -441,7 +441,7 @@ class Worker:
         self.close()
 
 
-def _environment(python: str) -> dict[str, str]:
+def environment(python: str) -> dict[str, str]:
     """Returns the variables of a worker: another interpreter has its own path, and no worker has
     workers."""
     environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}

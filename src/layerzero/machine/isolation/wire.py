@@ -8,6 +8,7 @@ except those that only announce something (a form, a segment).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -43,8 +44,9 @@ SPINS = 1000                                   # looks, about 0.1 us each, befor
 MAX_SPINS = 10 * SPINS                         # of a worker that is woken again soon, on 4 cores
 SOON = 0.002                                   # seconds
 NAP_MS = 200                                   # of a sleeper that looks again by itself
-# words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped
-POSTED, LENGTH, ASLEEP, PIPED = 0, 8, 16, 24   # each in a cache line of its own
+# words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped;
+# each in a cache line of its own, but for the CPU that the writer was last seen on
+POSTED, LENGTH, CPU, ASLEEP, PIPED = 0, 8, 9, 16, 24
 BODY, ROOM = 256, PAGE // 2 - 256              # where a posted frame lies, and its most bytes
 MAX_FRAME = 64 << 20                           # bytes; forms and errors are much shorter
 
@@ -66,12 +68,18 @@ class Garbled(Exception):
     """Raised where bytes are no frame, or none that can be read."""
 
 
+_cpu = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+_receiving: set[Link] = set()                  # links of this process that wait for a frame
+
+
 class Link:
     """One end of a connection: a page of shared memory for short frames, and a pair of pipes.
 
     A frame is posted by writing it into the page and then counting it there; the other side looks
     for a while, since to be woken takes longer than most calls, then says that it sleeps, and is
-    woken through the pipe. Long frames go through the pipe, and are counted in the page too.
+    woken through the pipe. It sleeps at once where to look would only keep a CPU from who is to
+    answer: both were on one CPU, or other threads of this process wait too and need the
+    interpreter. Long frames go through the pipe, and are counted in the page too.
     """
 
     def __init__(self, reading: int, writing: int, page: memoryview, first: bool) -> None:
@@ -107,7 +115,7 @@ class Link:
             return
         out = self.out
         self.out_body[:size] = frame
-        out[LENGTH] = size
+        out[LENGTH], out[CPU] = size, _cpu() + 1
         self.fence()
         self.posted += 1
         out[POSTED] = self.posted
@@ -136,9 +144,18 @@ class Link:
 
     def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
         """Returns the next frame; those of the pipe come first."""
+        _receiving.add(self)
+        try:
+            return self._receive(seconds)
+        finally:
+            _receiving.discard(self)
+
+    def _receive(self, seconds: float | None) -> tuple[int, bytes]:
         back, end = self.back, None
         while True:
-            for _ in range(self.spins):
+            self.out[CPU] = cpu = _cpu() + 1   # 0: nobody can say
+            crowded = len(_receiving) > 1 or cpu == back[CPU] != 0
+            for _ in range(1 if crowded else self.spins):
                 if back[PIPED] != self.taken:
                     return self._piped(_deadline(seconds) if end is None else end)
                 if back[POSTED] != self.seen:
@@ -200,6 +217,7 @@ class Link:
             self.rest += more
 
     def close(self) -> None:
+        _receiving.discard(self)               # of another thread, before a fork
         if self.reading >= 0:
             os.close(self.reading)
             os.close(self.writing)

@@ -8,7 +8,9 @@ has no gradient, and is not captured or traced.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +22,7 @@ from ...files import codegen
 from ...machine import builds, loading
 from ...machine.faults import WorkerFault
 from ...machine.isolation import pool
-from ...machine.isolation.process import Limits
+from ...machine.isolation.process import Limits, environment
 from ...selection.isolation import Isolation, parse
 from ...selection.policy import Policy
 from ...spec import rules as r
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ..snapshot import World
 
 MIN_BYTES = 16 << 20                           # that a worker shares with this process
+ANSWER_SECONDS = 20.0                          # for an interpreter to say where its packages are
 OVERHEAD_US = 30.0                             # of a small call, until it is measured
 # why a library cannot be used in this process and might be in another
 CONFLICTS = (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED)
@@ -121,11 +124,17 @@ def worker_kernel(name: str, kernel: Kernel, entry: Isolation,
 
 def _loader(kernel: Kernel, entry: Isolation,
             policy_in_force: Callable[[], Policy]) -> Callable[[], Callable[..., Any]]:
+    last: tuple[Policy | None, Limits] = None, Limits(0.0, 0)
+
     def limits() -> Limits:
-        setting = policy_in_force().setting
-        seconds = setting("isolation_timeout"), setting("call_timeout")
-        return Limits(min(s for s in seconds if s is not None),
-                      max(setting("isolation_memory") or _half_of_memory(), MIN_BYTES))
+        nonlocal last
+        policy = policy_in_force()
+        if last[0] is not policy:              # one tuple: other threads read it
+            seconds = policy.setting("isolation_timeout"), policy.setting("call_timeout")
+            nbytes = policy.setting("isolation_memory") or _half_of_memory()
+            last = policy, Limits(min(s for s in seconds if s is not None),
+                                  max(nbytes, MIN_BYTES))
+        return last[1]
 
     def load() -> Callable[..., Any]:
         workers = pool.pool_of(_worker(kernel), entry.python, limits,
@@ -213,15 +222,27 @@ def _half_of_memory() -> int:
 
 @lru_cache(maxsize=None)
 def installed(python: str) -> Mapping[str, str]:
-    """Returns the distributions of another interpreter and their versions, read from its folder
-    without starting it; "" is this interpreter's."""
-    if not python:
-        distributions = importlib.metadata.distributions()
-    else:
-        folders = [str(p) for p in Path(python).parent.parent.glob("lib/python3*/site-packages")]
-        distributions = importlib.metadata.distributions(path=folders)
-    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in distributions
-            if d.metadata["Name"]}
+    """Returns the distributions of another interpreter and their versions; "" is this one's."""
+    distributions = (importlib.metadata.distributions(path=_search_path(python)) if python
+                     else importlib.metadata.distributions())
+    found: dict[str, str] = {}
+    for d in distributions:                    # the first of a name is the one that is imported
+        if d.metadata["Name"]:
+            found.setdefault(d.metadata["Name"].lower().replace("_", "-"), d.version)
+    return found
+
+
+def _search_path(python: str) -> list[str]:
+    """Returns where an interpreter looks for packages. It is asked, since an environment may take
+    some from the system's or by a .pth file; one that does not answer has its own folder."""
+    try:
+        answer = subprocess.run(
+            [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS,
+            env=environment(python))
+        return [str(folder) for folder in json.loads(answer.stdout)]
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return [str(p) for p in Path(python).parent.parent.glob("lib/python3*/site-packages")]
 
 
 def version_in(python: str, distribution: str) -> str:

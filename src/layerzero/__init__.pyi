@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from . import distributed as distributed
 from . import errors as errors
@@ -1035,7 +1036,7 @@ def alibi(
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = True, *, causal_align: Literal["top_left", "bottom_right"] | None = None,
     window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
@@ -1057,7 +1058,7 @@ def attention(
         query (Tensor): batch heads seq_q head_dim
         key (Tensor): batch kv_heads seq_k head_dim
         value (Tensor): batch kv_heads seq_k head_dim_v
-        attn_mask (Tensor | None): ~batch ~heads ~seq_q ~seq_k
+        attn_mask (Tensor | BlockMask | None): ~batch ~heads ~seq_q ~seq_k
         dropout_p (float)
         is_causal (bool)
         scale (float | None)
@@ -1085,7 +1086,7 @@ def attention(
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = True, *, causal_align: Literal["top_left", "bottom_right"] | None = None,
     window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
@@ -1109,7 +1110,7 @@ def attention(
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = True, *, causal_align: Literal["top_left", "bottom_right"] | None = None,
     window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,

@@ -62,8 +62,9 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    features = next((line for line in lines if re.match(r"(flags|Features)\b", line)),
-                    platform.processor())
+    # platform.processor() starts a program, under a lock that a forked child cannot reset
+    features = next((line for line in lines if re.match(r"(flags|Features)\b", line)), None)
+    features = platform.processor() if features is None else features
     return hashlib.sha256(features.encode()).hexdigest()
 
 

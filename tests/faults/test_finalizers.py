@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, normed, register, rows
+from helpers import Fake, normalized, register, rows
 
 import layerzero as lz
 from layerzero.dispatch.dispatcher import dispatchers
@@ -115,7 +115,7 @@ def test_what_is_configured_within_another_configuration_is_not_lost():
         assert lz.get_locks()["rms_norm"]["kernel"] == chosen["kernel"], where
         for dispatcher in dispatchers.values():
             assert dispatcher.world in (None, world), f"left behind at {where}"
-        torch.testing.assert_close(lz.rms_norm(x), normed(x))
+        torch.testing.assert_close(lz.rms_norm(x), normalized(x))
         assert dispatchers["rms_norm"].cache.size == chosen["size"], where
         assert lz.which("rms_norm", x) == chosen["kernel"], where
 
@@ -204,7 +204,7 @@ def test_threads_that_wait_for_each_other_go_on(call):
             if call == "configure":
                 lz.configure(cache_size=77)
             else:
-                torch.testing.assert_close(lz.rms_norm(x), normed(x))
+                torch.testing.assert_close(lz.rms_norm(x), normalized(x))
         done.append("finalized")
 
     in_threads(publish, finalize)

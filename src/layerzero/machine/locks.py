@@ -26,9 +26,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from operator import methodcaller
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 POLL_SECONDS = 0.05                            # how often a waiting thread checks on the owner
 RETURN_SECONDS = 5.0                           # that a thread which gave up waits for its own locks
@@ -54,9 +53,6 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-_CALL = methodcaller("__call__")
-
-
 def members(weak: weakref.WeakSet[T]) -> list[T]:
     """Returns the members of a WeakSet. Its own iterator is Python code, in which a finalizer or
     another thread may add one; that would end it with an error."""
@@ -64,21 +60,48 @@ def members(weak: weakref.WeakSet[T]) -> list[T]:
     return [member for reference in references if (member := reference()) is not None]
 
 
-def current_frame(thread: int) -> FrameType | None:
-    """Returns the innermost frame of a thread."""
-    if sys.version_info >= (3, 12):
-        return sys._current_frames().get(thread)
-    # Before 3.11.9 a collection inside _current_frames() deadlocks the interpreter (gh-106883), so
-    # it is called without the collector. `map` runs all three in C: no signal and no other thread
-    # comes between them.
-    restore = gc.enable if gc.isenabled() else gc.disable
-    frames = tuple(map(_CALL, (gc.disable, sys._current_frames, restore)))[1]
-    return frames.get(thread)
+_walking = threading.RLock()
+
+
+class Stack(NamedTuple):
+    """The frames of a thread, innermost first. `others` keeps those of other threads until nobody
+    waits for `_walking` here: what their variables own may have finalizers."""
+
+    frames: tuple[FrameType, ...]
+    acquires: bool                             # or releases, the lock that was asked for
+    others: object
+
+
+def stack_of(thread: int, lock: Lock | None = None) -> Stack:
+    """Returns the frames of another thread.
+
+    Before Python 3.12 any allocation may start a collection, in which other threads run. In
+    sys._current_frames() that deadlocks the interpreter (gh-106883), and while the object of a
+    frame is made the frame may end, and its memory be another's. So the collector waits.
+    """
+    with _walking:
+        collects = sys.version_info < (3, 12) and gc.isenabled()
+        try:
+            if collects:
+                gc.disable()
+            others = sys._current_frames()
+            frame, frames, acquires = others.get(thread), [], False
+            while frame is not None:
+                frames.append(frame)
+                if lock is not None and frame.f_code in _CRITICAL:
+                    acquires = acquires or frame.f_locals.get("self") is lock
+                frame = frame.f_back
+            return Stack(tuple(frames), acquires, others)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def is_running(frame: FrameType, thread: int) -> bool:
     """Is this frame on the thread's stack?"""
-    top = sys._getframe() if thread == threading.get_ident() else current_frame(thread)
+    if thread != threading.get_ident():
+        return any(running is frame for running in stack_of(thread).frames)
+    top: FrameType | None = sys._getframe()
     while top is not None:
         if top is frame:
             return True
@@ -220,14 +243,10 @@ class Lock:
         owner = state.owner
         if not owner:
             return False
-        frame = current_frame(owner)
+        stack = stack_of(owner, self)
         holders = list(state.holders)
-        while frame is not None:
-            if any(frame is holder for holder in holders):
-                return False
-            if frame.f_code in _CRITICAL and frame.f_locals.get("self") is self:
-                return False                   # it is about to acquire or release it
-            frame = frame.f_back
+        if stack.acquires or any(frame is holder for frame in stack.frames for holder in holders):
+            return False
         return state.owner != 0 and holders == state.holders
 
     def release(self) -> None:
@@ -384,6 +403,8 @@ def _run_deferred() -> None:
 
 
 def _after_fork() -> None:
+    global _walking
+    _walking = threading.RLock()
     _waiting.clear()
     _loans.clear()
     for lock in members(_all_locks):

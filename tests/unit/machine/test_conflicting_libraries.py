@@ -44,7 +44,7 @@ def pythons(tmp_path, world):
     pools.close_others(set())
 
 
-def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, happened, monkeypatch):
+def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, emitted, monkeypatch):
     for kernel in clashing.KERNELS:
         lz.register(kernel)
     lz.configure(isolation=[f"{kernel}=auto:{python}" for kernel, python in pythons.items()],
@@ -76,7 +76,7 @@ def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, happene
         time.sleep(0.01)
     first, second = (next(p for p in pools.pools() if p.python == pythons[kernel])
                      for kernel in RELEASES)
-    assert not [e for e in happened if isinstance(e, Fallback)]
+    assert not [e for e in emitted if isinstance(e, Fallback)]
 
     # one is killed: its calls take the next kernel, the other one's nothing
     before = dict(made)
@@ -87,7 +87,7 @@ def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, happene
     done.set()
     [t.join() for t in threads]
     assert not wrong and made["clashing.second"] > before["clashing.second"]
-    fallbacks = [e for e in happened if isinstance(e, Fallback)]
+    fallbacks = [e for e in emitted if isinstance(e, Fallback)]
     assert {e.kernel for e in fallbacks} == {"worker.clashing.first"}
     assert "signal 9" in fallbacks[0].reason.message
 
@@ -98,11 +98,11 @@ def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, happene
     # the other one hangs: its time is up, the plan goes on, and the first still serves
     monkeypatch.setattr(pools, "FIRST_DELAY", 600.0)       # no other is started
     lz.configure(isolation_timeout=0.3)
-    happened.clear()
+    emitted.clear()
     with lz.prefer("worker.clashing.second"):
         out = lz.rms_norm(x, eps=HANG)
     torch.testing.assert_close(out, torch.rms_norm(x, (64,), None, HANG))
-    hung = next(e for e in happened if isinstance(e, Fallback))
+    hung = next(e for e in emitted if isinstance(e, Fallback))
     assert (hung.kernel, hung.reason.code) == ("worker.clashing.second", Code.KERNEL_TIMEOUT)
     assert worlds.current().health["worker.clashing.second"].state == "open"
     lz.configure(isolation_timeout=20.0)

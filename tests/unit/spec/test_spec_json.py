@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from layerzero.selection.conditions import parse_when
 from layerzero.selection.policy import PolicyRule
@@ -149,6 +150,8 @@ def test_the_cases_of_an_op_that_came_back_make_the_same_inputs(op):
             if isinstance(value, Tensor):
                 torch.testing.assert_close(b[name], value, rtol=0, atol=0, equal_nan=True,
                                            msg=f"{ours}: {name}")
+            elif isinstance(value, BlockMask):
+                assert torch.equal(value.to_dense(), b[name].to_dense()), f"{ours}: {name}"
             else:
                 assert value == b[name], f"{ours}: {name}"
 

@@ -42,8 +42,9 @@ Errors = tuple[float, float, float]            # error, eager error, error over 
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
-    """Returns the gradient cases the op declares, else its first cases and a sample of the rest;
-    and for each differentiable tensor that those do not give, the first case that does."""
+    """Returns the gradient cases the op declares, else its first cases, a sample of the rest and
+    the plainest for each argument that a case sets; and for each differentiable tensor that those
+    do not give, the first case that does."""
     return _gradient_cases(op)
 
 
@@ -52,6 +53,11 @@ def _gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     if not op.differentiable:
         return ()
     cases = op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
+    sampled = () if op.gradient_cases else op.cases
+    for name in dict.fromkeys(name for case in sampled for name in case):
+        plainest = min((case for case in op.cases if name in case), key=len)
+        if plainest not in cases:
+            cases = (*cases, plainest)
     seen = set().union(*(_wanted(op, case) for case in cases))
     for case in op.cases:
         missing = _wanted(op, case) - seen if seen < set(op.differentiable) else set()

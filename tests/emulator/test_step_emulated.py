@@ -121,15 +121,15 @@ def encoded(at: LayerTensors) -> tuple[LayerTensors, LayerTensors]:
 
 
 SMALL = Shape(64, 4, 2, 16, 6, 96, 50, 3, bias=True, head_norms=True, activation="geglu_tanh")
-SMALL_CONFIG = Config(3, 6, 4, 2, 16, 1536)
+SMALL_CONFIG = Config(3, 6, 4, 2, 16, 1536, 1)
 # Whole rows, a cache that is split and a window; rows in slices, several rows of x.
 CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
     (SMALL, SMALL_CONFIG, 5, {"positions": (0, 1, 100), "window": 40}),
     (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2), Config(2, 4, 3, 2, 48, 2560), 4,
      {"positions": (70,)}),
     # codes: rows that are no whole tiles of the head, and slices
-    (Shape(256, 4, 1, 32, 16, 384, 37, 2, bias=True, codes="int4"), Config(3, 6, 4, 2, 48, 2816), 4,
-     {"positions": (40,)}))
+    (Shape(256, 4, 1, 32, 16, 384, 37, 2, bias=True, codes="int4"),
+     Config(3, 6, 4, 2, 48, 2816, 4), 4, {"positions": (40,)}))
 
 
 @pytest.mark.parametrize("shape, cfg, blocks, more", CASES)

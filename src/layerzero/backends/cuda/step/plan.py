@@ -59,12 +59,13 @@ class Shape(NamedTuple):
 
 
 class Config(NamedTuple):
-    warps: int = 4             # that multiply; one more copies
+    warps: int = 4             # that multiply; others copy
     stages: int = 12           # tiles of a block in shared memory, a multiple of the warps
     flight: int = 12           # tiles that are being copied at a time,
     ahead: int = 2             # and before their phase has begun
     chunk: int = 128           # tokens of the cache that a block has at least
     tile: int = 16384          # bytes
+    copiers: int = 2           # warps that copy
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -226,7 +227,8 @@ def candidate_configs(shape: Shape, machine: Machine, limit: int = 2) -> list[Co
     tile = Config().tile
     wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
     row = 2 * shape.inner
-    tries = (((4, 12, row), (4, 8, row), (3, 6, row)) if wide < row <= wide * 9 // 8 else
+    tries = (((4, 12, row), (5, 10, row), (4, 8, row), (3, 6, row))
+             if wide < row <= wide * 9 // 8 else
              ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
     wanted = CODED if shape.codes else tuple(
         Config(warps, stages, stages, tile=size) for warps, stages, size in tries)
@@ -238,8 +240,9 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-CODED = (Config(4, 8, 8, 2, tile=17408), Config(4, 16, 16, 4, tile=8704),
-         Config(4, 8, 8, 2, tile=8704))
+# Rows of codes are many short copies, of which one warp cannot ask for enough.
+CODED = (Config(4, 8, 8, 2, tile=17408, copiers=4), Config(4, 16, 16, 4, tile=8704, copiers=4),
+         Config(4, 8, 8, 2, tile=8704, copiers=4))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
@@ -256,8 +259,8 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "HEAD_NORMS": int(shape.head_norms), "ACTIVATION": ACTIVATIONS.index(shape.activation),
         "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(cfg), "FLIGHT": cfg.flight,
         "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
-        "SPLITS": splits, "STAMPS": int(cfg.stamps), "GATE_PAIRS": gate.rows,
-        "GATE_SLICES": gate.slices, "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
+        "COPIERS": cfg.copiers, "SPLITS": splits, "STAMPS": int(cfg.stamps),
+        "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices, "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
         **word_offsets(shape, splits)._asdict()}.items()))
@@ -307,7 +310,7 @@ class PersistentStep:
         self._tensors, self._scales = (layers, embed, norm, head), scales
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
-            32 * cfg.warps + 32, shared_layout(shape, cfg).bytes)
+            32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
         layout = _CODED if shape.codes else _LAYER
         table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
             at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,

@@ -1,11 +1,14 @@
-// The last warp of a block of step.cu: it copies the tiles of weights, and of what is cached, through
-// the ring.
+// The last warps of a block of step.cu, COPIERS of them: they copy the tiles of weights, and of what is
+// cached, through the ring. All of them go through all tiles. A tile that is one or two bulk copies is
+// the first's; of others, whose rows are copied one by one, each has its share.
 
 // A tile of codes has 16 rows, BLOCKS times 128 inputs of each: bytes of them, and from one row to the
 // next, which begins in other banks; then the scales of int4.
 FN constexpr int code_blocks(int k, int slices) { return (k / 128 + slices - 1) / slices; }
 FN constexpr int code_bytes(int blocks) { return blocks * (CODES == 1 ? 64 : 128); }
 FN constexpr int code_pitch(int blocks) { return code_bytes(blocks) + (CODES == 1 ? 16 : 32); }
+
+FN int copier() { return warp() - WARPS; }
 
 struct Producer {
     const Watch& watch;
@@ -24,7 +27,7 @@ struct Producer {
         return shared() + stage * STAGE;
     }
 
-    FN_MEMBER u8* acquire(u32 bytes) {             // of bulk copies, maybe none
+    FN_MEMBER u8* acquire(u32 bytes) {             // of this warp's bulk copies, maybe none
         u8* found = acquire();
         if (found && lane() == 0) mbarrier_arrive_expect(full(next % STAGES), bytes);
         return found;
@@ -37,7 +40,8 @@ struct Producer {
         for (int n = 0; n < items; n += SLICES == 1 ? 1 : WARPS)
             for (int slice = 0; slice < SLICES; ++slice)
                 for (int e = n; e < (SLICES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
-                    const int row = share.item(e) * ROWS, many = e < share.count ? min_int(ROWS, rows - row) : 0;
+                    const int row = share.item(e) * ROWS;
+                    const int many = copier() == 0 && e < share.count ? min_int(ROWS, rows - row) : 0;
                     u8* to = acquire(many * (K / SLICES * 2));
                     if (lane() || !many || !to) continue;
                     const u16* from = weight + i64(row) * K + slice * (K / SLICES);
@@ -57,8 +61,9 @@ struct Producer {
             for (int tile = 0; tile < TILES; ++tile)
                 for (int e = n; e < (TILES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
                     constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
-                    u8* to = acquire(e < share.count ? 2 * bytes : 0);
-                    if (lane() || e >= share.count || !to) continue;
+                    const bool is_mine = copier() == 0 && e < share.count;
+                    u8* to = acquire(is_mine ? 2 * bytes : 0);
+                    if (lane() || !is_mine || !to) continue;
                     const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
                     const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
                     copy_bulk(to, from, bytes, full(next % STAGES));
@@ -76,14 +81,18 @@ struct Producer {
             for (int slice = 0; slice < SLICES; ++slice, ++next) {
                 const int item = share.item(n), many = is_gated ? 16 : min_int(16, rows - item * 16);
                 const int bytes = code_bytes(max_int(0, min_int(BLOCKS, K / 128 - slice * BLOCKS)));
-                u8* to = acquire(bytes ? many * bytes + SCALES : 0);
+                constexpr int ROWS = 16 / COPIERS;                  // of this warp
+                const int first_row = copier() * ROWS, mine = max_int(0, min_int(ROWS, many - first_row));
+                const bool has_scales = SCALES && copier() == COPIERS - 1;
+                u8* to = acquire(bytes ? mine * bytes + (has_scales ? SCALES : 0) : 0);
                 sync_warp();
                 if (!to || !bytes) continue;
-                if (lane() < many) {
-                    const i64 row = is_gated ? item * 8 + lane() % 8 + lane() / 8 * INNER : item * 16 + lane();
-                    copy_bulk(to + lane() * code_pitch(BLOCKS),
-                              (const u8*)codes + row * code_bytes(K / 128) + slice * code_bytes(BLOCKS), bytes, full(next % STAGES));
-                } else if (SCALES && lane() == 16)
+                if (lane() < mine) {
+                    const int row = first_row + lane();
+                    const i64 at = is_gated ? item * 8 + row % 8 + row / 8 * INNER : item * 16 + row;
+                    copy_bulk(to + row * code_pitch(BLOCKS),
+                              (const u8*)codes + at * code_bytes(K / 128) + slice * code_bytes(BLOCKS), bytes, full(next % STAGES));
+                } else if (has_scales && lane() == 16)
                     copy_bulk(to + 16 * code_pitch(BLOCKS), scales + (i64(item) * SLICES + slice) * SCALES, SCALES,
                               full(next % STAGES));
             }
@@ -105,12 +114,14 @@ struct Producer {
                 if (!to) continue;
                 // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
                 constexpr int UNITS = DIM / 8, ROWS = 32 % UNITS ? 1 : 32 / UNITS;  // rows that they copy at a time
-                constexpr int TURNS = TOKENS / ROWS, EACH = TURNS % 8 == 0 ? 8 : TURNS % 4 == 0 ? 4 : 1;
-                if (32 % UNITS == 0 && begin + TOKENS <= end) {
-                    const i64 from = offset + i64(begin + lane() / UNITS) * (KV_HEADS * DIM) + lane() % UNITS * 8;
+                constexpr int TURNS = TOKENS / ROWS, SHARE = TURNS / COPIERS;
+                constexpr int EACH = TURNS % COPIERS ? 1 : SHARE % 8 == 0 ? 8 : SHARE % 6 == 0 ? 6 : SHARE % 4 == 0 ? 4 : 1;
+                if (32 % UNITS == 0 && TURNS % COPIERS == 0 && begin + TOKENS <= end) {
+                    const int row = copier() * SHARE * ROWS + lane() / UNITS;
+                    const i64 from = offset + i64(begin + row) * (KV_HEADS * DIM) + lane() % UNITS * 8;
                     const u16 *keys = at.keys + from, *values = at.values + from;
-                    u8* place = to + lane() / UNITS * PITCH + lane() % UNITS * 16;
-                    ROLLED for (int t = 0; t < TURNS; t += EACH) {
+                    u8* place = to + row * PITCH + lane() % UNITS * 16;
+                    ROLLED for (int t = 0; t < SHARE; t += EACH) {
                         UNROLL for (int e = 0; e < EACH; ++e) {
                             copy_small(place + e * ROWS * PITCH, keys + e * (ROWS * KV_HEADS * DIM));
                             copy_small(place + (TOKENS + e * ROWS) * PITCH, values + e * (ROWS * KV_HEADS * DIM));
@@ -120,7 +131,7 @@ struct Producer {
                         values += EACH * (ROWS * KV_HEADS * DIM);
                     }
                 } else {
-                    ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
+                    ROLLED for (int n = copier() * 32 + lane(); n < many * UNITS; n += 32 * COPIERS) {
                         const int row = n / UNITS, unit = n % UNITS;
                         const i64 from = offset + i64(min_int(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
                         copy_small(to + row * PITCH + unit * 16, at.keys + from);

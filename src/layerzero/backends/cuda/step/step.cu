@@ -1,6 +1,6 @@
-// One token through a whole decoder in one launch. A block is persistent: its last warp streams tiles
+// One token through a whole decoder in one launch. A block is persistent: its last warps stream tiles
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
-// runs ahead over the ends of phases since none of them depends on this token; the other warps
+// run ahead over the ends of phases since none of them depends on this token; the other warps
 // multiply. Blocks meet nowhere: a result is a word of 8 bytes, {value, tag of this token and layer},
 // and who needs it polls the word itself. Few tiles are in flight while the copies run ahead: what
 // is asked for beyond that waits in the memory system, and the words wait behind it.
@@ -12,7 +12,7 @@
 // lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
 //
 // Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
-// HEAD_NORMS, ACTIVATION, WARPS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
+// HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
 // (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
 // tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
 // words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
@@ -374,7 +374,7 @@ struct Consumer {
 
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
-KERNEL_ALONE(decode_step, Params, THREADS + 32)
+KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
 #if STAMPS
@@ -388,7 +388,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
     const int position = int(p.state[0]);
     if (thread() == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(full(stage), 1);
+            mbarrier_init(full(stage), COPIERS);
             mbarrier_init(empty(stage), 1);
         }
         *phase_now() = -1;
@@ -396,7 +396,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
         mbarriers_ready();
     }
     sync_block();
-    if (warp() == WARPS) {
+    if (warp() >= WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
         Layer following = p.layers[0];             // asked for a layer before it is needed
         ROLLED for (int l = 0; l < p.layer_count; ++l) {

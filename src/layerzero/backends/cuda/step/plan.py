@@ -260,7 +260,8 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(cfg), "FLIGHT": cfg.flight,
         "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
         "COPIERS": cfg.copiers, "SPLITS": splits, "STAMPS": int(cfg.stamps),
-        "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices, "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
+        "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
+        "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
         **word_offsets(shape, splits)._asdict()}.items()))

@@ -135,7 +135,8 @@ def refusals(inputs: dict[str, object], backend: str,
     call."""
     facts = {**device, **call_facts(ATTENTION, **inputs)}
     every = [k for k in worlds.current().kernels("attention")
-             if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")]
+             if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")
+             and not k.only_invariant]             # those repeat heads and refuse more themselves
     by_kernel = [(k.id, tuple(k.reasons(facts))) for k in every]
     return [(id, reasons) for id, reasons in by_kernel
             if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]

@@ -112,14 +112,10 @@ def _scan() -> Callable[..., Any]:
         values, keys, queries, total = (split_chunks(t, size)
                                         for t in (x * step[..., None], B, C, decay))
         lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        # of each token to each earlier one; no exponent is positive
-        if torch.is_grad_enabled() and total.requires_grad:
-            # a difference of sums would lose digits of the gradient: the steps between are added
-            steps = total[..., None].masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
-            total = total.cumsum(-1)
-        else:
-            total = total.cumsum(-1)
-            steps = total[..., :, None] - total[..., None, :]
+        # of each token to each earlier one; no exponent is positive. The steps between are added: a
+        # difference of sums would lose digits
+        steps = total[..., None].masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+        total = total.cumsum(-1)
         between = steps.masked_fill(~lower, -torch.inf).exp()
         within = ((queries @ keys.mT) * between) @ values
         from_state = queries * total.exp()[..., None]

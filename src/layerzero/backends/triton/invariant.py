@@ -58,7 +58,11 @@ def product_kernel(
     x_rows = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * x_row
     w_rows = w_ptr + tl.minimum(column, n - 1).to(tl.int64)[None, :] * w_row
     even: tl.constexpr = K % BLOCK_K == 0
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Sums of float32 as long as K, one product after the other, would lose digits that torch keeps.
+    if x_ptr.dtype.element_ty == tl.float32:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float64)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         if even:
@@ -67,7 +71,11 @@ def product_kernel(
         else:
             x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
             w = tl.load(w_rows + k[:, None], mask=k[:, None] < K, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        if x_ptr.dtype.element_ty == tl.float32:
+            acc += tl.dot(x, w, input_precision="ieee").to(tl.float64)
+        else:
+            acc = tl.dot(x, w, acc)
+    acc = acc.to(tl.float32)
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     if KIND >= 0:

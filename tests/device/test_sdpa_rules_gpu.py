@@ -139,7 +139,7 @@ def refusals(inputs: dict[str, object], backend: str,
              and not k.only_invariant]             # those repeat heads and refuse more themselves
     by_kernel = [(k.id, tuple(k.reasons(facts))) for k in every]
     return [(id, reasons) for id, reasons in by_kernel
-            if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]
+            if not any(r.code in (Code.PLATFORM_MISMATCH, Code.VENDOR_MISMATCH) for r in reasons)]
 
 
 def allowed_by_torch(inputs: dict[str, object], backend: str) -> bool:

@@ -90,3 +90,13 @@ def split_chunks(t: Tensor, size: int) -> Tensor:
     change no state, fill the last chunk."""
     padding = (0, 0) * (t.dim() - 2) + (0, -t.shape[1] % size)
     return pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))
+
+
+def decay_between(steps: Tensor) -> Tensor:
+    """Returns the decay (..., to, from) from each earlier token of a chunk to each token, 0 to
+    those before it, for the log-decay `steps` (..., size) of single tokens, none of which is
+    positive. The steps between two tokens are added: a difference of sums from the first token
+    would lose digits."""
+    lower = torch.ones(2 * (steps.shape[-1],), dtype=torch.bool, device=steps.device).tril()
+    between = steps[..., None].masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+    return between.masked_fill(~lower, -torch.inf).exp()

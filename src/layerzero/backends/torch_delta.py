@@ -17,7 +17,7 @@ from ..ops.gated_delta_rule import OP as gated_delta_rule
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ._sequences import split_chunks
+from ._sequences import decay_between, split_chunks
 
 CHUNK = 64
 
@@ -37,10 +37,7 @@ def _chunked() -> Callable[..., Any]:
         q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state, normalize)
         size = min(CHUNK, length)
         q, k, value, g, beta = (split_chunks(t, size) for t in (q, k, value, g, beta))
-        total = g.cumsum(-1)
-        lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-        # of each token to each earlier one; no exponent is positive
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        decay, total = decay_between(g), g.cumsum(-1)
         system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
         solved = torch.linalg.solve_triangular(
             system, torch.cat((value, k * total.exp()[..., None]), -1) * beta[..., None],
@@ -48,7 +45,7 @@ def _chunked() -> Callable[..., Any]:
         change, reads = solved.split((value.shape[-1], k.shape[-1]), -1)
         within = (q @ k.mT) * decay
         from_state = q * total.exp()[..., None]
-        to_end = k * (total[..., -1:] - total).exp()[..., None]
+        to_end = k * decay[..., -1, :, None]
         outputs = []
         for i in range(q.shape[2]):
             new = change[:, :, i] - reads[:, :, i] @ state

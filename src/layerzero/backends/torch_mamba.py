@@ -20,7 +20,7 @@ from ..ops.selective_state_update import OP as selective_state_update
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ._sequences import split_chunks
+from ._sequences import decay_between, split_chunks
 
 CHUNK = 64
 
@@ -109,14 +109,9 @@ def _scan() -> Callable[..., Any]:
                 state: Tensor) -> tuple[Tensor, Tensor]:
         length = x.shape[1]
         size = min(CHUNK, length)
-        values, keys, queries, total = (split_chunks(t, size)
+        values, keys, queries, decay = (split_chunks(t, size)
                                         for t in (x * step[..., None], B, C, decay))
-        lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        # of each token to each earlier one; no exponent is positive. The steps between are added: a
-        # difference of sums would lose digits
-        steps = total[..., None].masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
-        total = total.cumsum(-1)
-        between = steps.masked_fill(~lower, -torch.inf).exp()
+        between, total = decay_between(decay), decay.cumsum(-1)
         within = ((queries @ keys.mT) * between) @ values
         from_state = queries * total.exp()[..., None]
         to_end = keys * between[..., -1, :, None]

@@ -76,5 +76,5 @@ def test_fused_equals_unfused(sizes: tuple[int, ...], dtype: torch.dtype, style:
     assert torch.equal(value, qkv[:, heads + kv_heads:])
     for got, by_formula, truth in zip((out, key), eager, exact):
         error, allowed = (float((t.double() - truth).abs().max()) for t in (got, by_formula))
-        # the formula may be lucky: one rounding of the largest value is always allowed
-        assert error <= 2 * allowed + UNIT[dtype] * float(truth.abs().max())
+        # the formula may be lucky: two roundings of the largest value are always allowed
+        assert error <= 2 * allowed + 2 * UNIT[dtype] * float(truth.abs().max())

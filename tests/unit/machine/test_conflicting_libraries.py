@@ -53,7 +53,8 @@ def test_two_releases_of_a_library_serve_at_once_and_fail_alone(pythons, emitted
     assert {row.worker_verdict for row in rows.values()} == {"fits"} and set(rows) == {
         *pythons.values()}
     # its torch comes by a .pth file
-    assert all(f"torch {torch.__version__}" in row.worker_installed for row in rows.values())
+    release = torch.__version__.partition("+")[0]
+    assert all(f"torch {release}" in row.worker_installed for row in rows.values())
 
     x = torch.randn(4, 64)
     right = torch.rms_norm(x, (64,), None, 1e-6)

@@ -339,8 +339,10 @@ def encode_q5_0(x: Tensor) -> Tensor:
 
 
 def from_minimum(x: Tensor, levels: float) -> tuple[Tensor, Tensor, Tensor]:
-    # the first minimum, which may be -0.0 or 0.0: argmin may take one for less than the other
-    first = (x == x.amin(-1, keepdim=True)).int().argmax(-1, keepdim=True)
+    # the first minimum, which may be -0.0 or 0.0: argmin may take one for less than the other, and
+    # argmax of what equals it need not be the first
+    places = torch.arange(x.shape[-1], device=x.device)
+    first = places.where(x == x.amin(-1, keepdim=True), x.shape[-1] - 1).amin(-1, keepdim=True)
     low = x.gather(-1, first)
     # a maximum of zeros may be -0.0 (x86), and the step then would be
     d = divided(x.amax(-1, keepdim=True) - low + 0.0, levels)

@@ -43,9 +43,10 @@ template <int N> bool multiply(const Product (&parts)[N], const float *x, float 
     const Product &first = parts[i];
     for (; i < N && parts[i].weight && parts[i].format == first.format; out += parts[i++].outputs) {
       const Product &p = parts[i];
-      q[count++] = {x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads};
+      q[count++] = {x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads,
+                    read_elements<float>, write_results<float>};
     }
-    if (!for_format(first.format, [&](auto format) { return run_few<Isa, decltype(format)::value, float>(q, count); })) return false;
+    if (!for_format(first.format, [&](auto format) { return run_few<Isa, decltype(format)::value>(q, count); })) return false;
   }
   return true;
 }

@@ -20,16 +20,27 @@ template <class S, Format F> struct alignas(16) Decoded {
 };
 
 // What decoding adds to codes, where bytes are signed: then sums need no correction.
-template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : F == Q6_K ? -32 : OFFSET<S, F>;
+template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0);
 template <class S, Format F> constexpr bool CORRECTED = !S::SIGNED && OFFSET<S, F> != 0;
 
-template <class S, Format F> FLATTEN void decode(const Packed<F, S::R> &w, Decoded<S, F> &to) {
+// Decodes a block of a group into to[0], and the second half of the group into to[step].
+template <class S, Format F> FLATTEN void decode(const Weight<S, F> &w, Decoded<S, F> *to, int64_t step) {
   using B = typename S::B;
-  constexpr int R = S::R;
-  auto put = [&](int k, B b) { S::store(to.codes[k / 4], SHIFT<S, F> ? S::add_bytes(b, SHIFT<S, F>) : b); };
-  S::store_f(to.d, S::halves(w.d));
-  if constexpr (has_min(F)) S::store_f(to.m, S::halves(w.m));
-  if constexpr (F == Q8_0) {
+  constexpr int R = S::R, H = HALVES<S, F>;
+  auto put = [&](int k, B b, int half = 0) {
+    S::store(to[half * step].codes[k / 4], SHIFT<S, F> ? S::add_bytes(b, SHIFT<S, F>) : b);
+  };
+  for (int h = 0; h < H; h++) {
+    S::store_f(to[h * step].d, S::halves(w.d + h * R));
+    if constexpr (has_min(F)) S::store_f(to[h * step].m, S::halves(w.m + h * R));
+  }
+  if constexpr (H == 2) {
+    const uint8_t *codes = (const uint8_t *)w.codes;
+    for (int k = 0; k < block_size(F); k += 4) {
+      const B both = S::add_bytes(S::load(codes + k * R), 128);
+      put(k, S::low4(both)), put(k, S::high4(both), 1);
+    }
+  } else if constexpr (F == Q8_0) {
     each<8>([&](auto v) { put(4 * v, S::load(w.codes[v])); });
   } else if constexpr (!super_blocks(F)) {
     B fifth = {};
@@ -57,14 +68,17 @@ template <class S, Format F> FLATTEN void decode(const Packed<F, S::R> &w, Decod
         });
       }
     }
+  }
+  if constexpr (super_blocks(F)) {
     constexpr int PARTS = Decoded<S, F>::PARTS;
     for (int i = 0; i < PARTS; i++)
-      for (int r = 0; r < R; r++) {
+      for (int r = 0; r < H * R; r++) {
         const uint8_t scale = w.scales[i / 4][4 * r + i % 4];
-        to.scales[i][r] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
+        to[r / R * step].scales[i][r % R] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
       }
-    if constexpr (F != Q6_K) std::memcpy(to.mins, w.mins, sizeof to.mins);
-    else if constexpr (!S::SIGNED) std::memcpy(to.scale_bytes, w.scales, sizeof to.scale_bytes);
+    if constexpr (F != Q6_K)
+      for (int i = 0; i < 2 * H; i++) std::memcpy(to[i % H * step].mins[i / H], w.mins[i / H] + i % H * 4 * R, 4 * R);
+    else if constexpr (!S::SIGNED) std::memcpy(to->scale_bytes, w.scales, sizeof to->scale_bytes);
   }
 }
 
@@ -78,7 +92,7 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
   const int64_t x_step = a.row_codes, d_step = a.row_blocks, sums_step = a.row_sums, split_step = a.row_split;
   const int8_t *x = a.codes_at(row, first * SIZE), *split = a.split + row * split_step + first * SPLIT<F>;
   const float *d = a.d + row * d_step + first, *s = a.s + row * d_step + first;
-  const int32_t *x_sums = a.sums + row * sums_step + first * (F == Q4_K || F == Q5_K ? 8 : 1);
+  const int32_t *x_sums = a.sums + row * sums_step + first * (F == Q4_K || F == Q5_K ? 8 : 1) * S::COPIES;
   const Decoded<S, F> *ws[G];
   each<G>([&](auto g) { ws[g] = w + g * step; });
   for (int64_t b = 0; b < blocks; b++) {
@@ -100,7 +114,7 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
     if constexpr (!super_blocks(F)) {
       I acc[M][G];
       each<M>([&](auto m) {
-        each<G>([&](auto g) { acc[m][g] = CORRECTED<S, F> ? S::splat(x_sums[m * sums_step]) : S::small(); });
+        each<G>([&](auto g) { acc[m][g] = CORRECTED<S, F> ? S::copies(x_sums + m * sums_step) : S::small(); });
       });
       dots(0, acc);
       each<G>([&](auto g) {
@@ -114,7 +128,7 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
           S::store_f(to, f);
         });
       });
-      x_sums++;
+      x_sums += S::COPIES;
     } else {
       alignas(64) int32_t total[M][G][R];       // in memory as well
       for (int i = 0; i < 256 / PART; i++) {
@@ -122,7 +136,7 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
         each<M>([&](auto m) {
           each<G>([&](auto g) {
             constexpr bool corrected = CORRECTED<S, F> && F == Q5_K;
-            acc[m][g] = corrected ? S::splat(x_sums[m * sums_step + i]) : S::nothing();
+            acc[m][g] = corrected ? S::copies(x_sums + m * sums_step + i * S::COPIES) : S::nothing();
           });
         });
         dots(PART * i, acc);
@@ -139,17 +153,18 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
           I all = S::load_i(total[m][g]);
           const int8_t *own = split + m * split_step;
           if constexpr (F == Q6_K && !S::SIGNED) {
-            const I zeros = S::add(times_sums<S, 16>(ws[g]->scale_bytes, own), S::splat(x_sums[m * sums_step]));
+            const I zeros = S::add(times_sums<S, 16>(S::nothing(), ws[g]->scale_bytes[0], own), S::copies(x_sums + m * sums_step));
             all = S::sub(all, S::template shl<5>(zeros));
           }
           float *to = sums + (m * G + g) * R;
           typename S::F f = S::fma(S::load_f(to), S::to_float(all), S::times(scale, d[m * d_step]));
           if constexpr (has_min(F))
-            f = S::fms(f, S::to_float(times_sums<S, 8>(ws[g]->mins, own)), S::times(S::load_f(ws[g]->m), d[m * d_step]));
+            f = S::fms(f, S::small_to_float(times_sums<S, 8>(S::small(), ws[g]->mins[0], own)),
+                       S::times(S::load_f(ws[g]->m), d[m * d_step]));
           S::store_f(to, f);
         });
       });
-      x_sums += F == Q6_K ? 1 : 8, split += SPLIT<F>;
+      x_sums += (F == Q6_K ? 1 : 8) * S::COPIES, split += SPLIT<F>;
     }
     x += SIZE, d++, s++;
     each<G>([&](auto g) { ws[g]++; });

@@ -32,6 +32,9 @@ FORMATS = {f: i for i, f in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "
                                        "q6_k"))}
 
 
+_HUGE_PAGE = 2 << 20                           # bytes, where the base page is of 4 KiB
+
+
 def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
     outputs, row_bytes = weight_q.shape
     inputs = GGML_FORMATS[format].row_width(row_bytes)
@@ -42,8 +45,11 @@ def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
 def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
                 memory: Tensor | None = None) -> Tensor:
     """Returns a weight (out_features, row_bytes) in the layout of this build, or the portable one,
-    in memory aligned to cache lines: at the beginning of `memory`, or new."""
+    in memory aligned to cache lines: at the beginning of `memory`, or new, in huge pages if it is
+    large."""
     size = packed_bytes(weight_q, format, portable)
+    if memory is None and size >= _HUGE_PAGE:
+        memory = _pages(size)
     memory = torch.empty(size + 63, dtype=torch.uint8) if memory is None else memory
     packed = memory[-memory.data_ptr() % 64:][:size]
     build.module().ggml_pack(portable, FORMATS[format], weight_q.data_ptr(), packed.data_ptr(),

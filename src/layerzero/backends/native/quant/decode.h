@@ -83,7 +83,7 @@ template <class T> bool attend(const DecoderStep &s, const DecoderLayer &at, flo
   a.head_dim = a.head_dim_v = s.dim;
   a.q = {q, s.dim, 0}, a.k = a.v = {0, s.dim, kept};
   a.left = a.right = -1, a.scale = s.scale, a.softcap = s.softcap, a.threads = s.threads;
-  if (!Decoder<T>(a).run()) return false;
+  if (!lz::attend<T>(a)) return false;
   for (int64_t i = 0; i < q; i++) out[i] = to_float(((const T *)a.out)[i]);
   return true;
 }

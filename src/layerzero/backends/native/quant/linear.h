@@ -119,15 +119,15 @@ void panel(const Linear &q, const Activations &a, int64_t index, Decoded<S, F> *
         add_rows<S, F>(decoded + t * S::GROUPS * most, most, a, row, std::min<int64_t>(S::TILE, q.rows - row), b, count,
                        sums + (t * q.rows + row) * WIDTH);
   }
-  for (int64_t row = 0; row < q.rows; row++)
-    for (int64_t t = 0; t < TILES; t++) {
-      const int64_t at = first * S::R + t * WIDTH, count = std::min(WIDTH, q.outputs - at);
-      if (count > 0) q.write(q, row, at, count, sums + (t * q.rows + row) * WIDTH);
-    }
+  for (int64_t row = 0; row < q.rows; row++) {
+    alignas(64) float results[PANEL_ROWS];
+    for (int64_t t = 0; t < TILES; t++) std::copy_n(sums + (t * q.rows + row) * WIDTH, WIDTH, results + t * WIDTH);
+    q.write(q, row, first * S::R, std::min(PANEL_ROWS, q.outputs - first * S::R), results);
+  }
 }
 
 template <class S, Format F> bool run_linear(const Linear &q) {
-  const bool few = q.rows <= few_rows_of(F);
+  const bool few = S::TILE == 1 || q.rows <= few_rows_of(F);
   const int threads = q.rows * q.outputs * q.inputs < 65536 ? 1 : q.threads;
   const int64_t work = few ? groups<S, F>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
   // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
@@ -145,7 +145,7 @@ template <class S, Format F> bool run_linear(const Linear &q) {
   share(threads, work, [&](int64_t i, int thread) {
     char *mine = memory + shared + thread * own;
     if (few) few_rows<S, F>(q, a, i);
-    else panel<S, F>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
+    else if constexpr (S::TILE > 1) panel<S, F>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
   });
   std::free(memory);
   return true;

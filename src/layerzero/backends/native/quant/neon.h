@@ -8,7 +8,8 @@
 namespace lz::quant {
 
 struct Neon {
-  static constexpr int R = 4, GROUPS = 2, TILE = 8;       // a tile's sums take half of the registers
+  static constexpr int R = 4, GROUPS = 2, TILE = 4;
+  static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative
   static constexpr bool PAIRED = true;          // bytes of four-bit codes hold two rows
   static constexpr int FIFTH = -16;             // what low5 and high5 add to a code

@@ -4,11 +4,12 @@
     python benchmarks/llama_cpp.py                          that of an installed llama_cpp package
     python benchmarks/llama_cpp.py --formats q4_k q6_k --threads 1 --rows 1
 
+The kernels are compared, with weights and results in memory of theirs: ours without dispatch,
+ggml's as a graph of one product, the weight in its repacked buffer where it has one for the format.
 Each of the two runs in a process of its own, as OpenMP threads of one that still spin would slow
 the other down; they take turns in every round. Weights are read from several copies, more than the
-caches hold, and ggml's lie in its own repacked buffer where it has one for the format. Figures are
-medians of the rounds, and of their ratios: CPU time on one thread, wall time on more; results are
-compared first. Prints a table, writes JSON (--out).
+caches hold. Figures are medians of the rounds, and of their ratios: CPU time on one thread, wall
+time on more; results are compared first. Prints a table, writes JSON (--out).
 """
 
 from __future__ import annotations
@@ -51,19 +52,18 @@ def make_input(case: dict[str, Any]) -> torch.Tensor:
 # The two that are compared: a Side multiplies with the copy of that number, and returns results.
 
 def prepare_layerzero(case: dict[str, Any], folder: str) -> Side:
-    import layerzero as lz
+    from layerzero.backends.native.ggml import multiply, pack_weight
 
     torch.set_num_threads(case["threads"])
     weight, x = make_weight(case), make_input(case)
-    weights = [weight] + [weight.clone() for _ in range(case["copies"] - 1)]
+    packed = [pack_weight(weight, case["format"]) for _ in range(case["copies"])]
 
-    def linear(w: torch.Tensor) -> torch.Tensor:
-        return lz.quantized_linear(x, w, format=case["format"], activations="q8",
-                                   backend="native.ggml_linear")
+    out = torch.empty(case["rows"], case["outputs"])
 
-    for w in weights:
-        linear(w)
-    return lambda i: linear(weights[i]), lambda: linear(weight)[-1, :64].tolist()
+    def run(i: int) -> torch.Tensor:
+        return multiply(x, packed[i], None, case["outputs"], case["format"], out=out)
+
+    return run, lambda: run(0)[-1, :64].tolist()
 
 
 class Ggml:
@@ -223,7 +223,7 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
                     copies = 1 if rows > 32 else -(-COPIES // nbytes)
                     case = {"format": format, "outputs": outputs, "inputs": inputs, "rows": rows,
                             "threads": threads, "copies": copies,
-                            "repeats": copies if rows <= 32 else 1}
+                            "repeats": 4 * copies if rows <= 32 else 1}
                     row = measure(case, args.rounds, sides)
                     measured.append(row)
                     shown = "".join(f"{row[s]:9.0f} us {nbytes / row[s] / 1e3:5.1f} "

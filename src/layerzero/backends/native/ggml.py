@@ -8,6 +8,7 @@ which is named after the content of the weight and the layout, and mapped.
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -59,15 +60,15 @@ def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, format: str,
-             portable: bool = False) -> Tensor:
-    inputs = x.shape[-1]
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-    if not x.is_contiguous() and x.dim() != 2:
+             portable: bool = False, out: Tensor | None = None) -> Tensor:
+    *batch, inputs = x.shape
+    out = x.new_empty((*batch, outputs)) if out is None else out
+    if len(batch) != 1:
         x = x.contiguous()
     build.module().ggml_linear(
         portable, FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
-        None if bias is None else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs,
-        outputs, x.stride(0) if x.dim() == 2 else inputs, torch.get_num_threads())
+        None if bias is None else bias.data_ptr(), out.data_ptr(), math.prod(batch), inputs,
+        outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads())
     return out
 
 

@@ -40,13 +40,13 @@ INLINE inline void add_32(const uint8_t *codes, const uint8_t *fifth, const int8
 }
 
 // Adds 32 products with bytes of two rows: of the low nibbles to sums[0], of the bytes to sums[1].
-template <class S, int M>
-INLINE inline void add_pairs(const uint8_t *codes, const int8_t *const *x, int64_t k, typename S::I (&sums)[2][M]) {
+template <class S, int M, class B = typename S::B>
+INLINE inline void add_pairs(const B (&codes)[8], const int8_t *const *x, int64_t k, typename S::I (&sums)[2][M]) {
   each<2>([&](auto half) {
     typename S::X xs[M];
     each<M>([&](auto m) { xs[m] = S::load_x(x[m] + k + 16 * half); });
     each<4>([&](auto v) {
-      const typename S::B both = S::load(codes + 4 * S::R * (4 * half + v)), low = S::low4(both);
+      const B both = codes[4 * half + v], low = S::low4(both);
       each<M>([&](auto m) { sums[0][m] = S::template dot<v>(sums[0][m], low, xs[m]); });
       each<M>([&](auto m) { sums[1][m] = S::template dot<v>(sums[1][m], both, xs[m]); });
     });
@@ -72,8 +72,11 @@ FLATTEN void multiply_blocks(const Weight<S, F> *w, int64_t blocks, const Activa
     });
     const uint8_t *fifth = nullptr;
     if constexpr (has_fifth_bit(F)) fifth = w->high;
-    if constexpr (H == 2) add_pairs<S, M>(w->codes[0], x, 32 * b, total);
-    else add_32<S, F, M>(w->codes[0], fifth, x, 32 * b, total[0]);
+    if constexpr (H == 2) {
+      typename S::B codes[8];
+      each<8>([&](auto v) { codes[v] = S::load(w->codes[0] + 4 * S::R * v); });
+      add_pairs<S, M>(codes, x, 32 * b, total);
+    } else add_32<S, F, M>(w->codes[0], fifth, x, 32 * b, total[0]);
     each<H>([&](auto h) {                       // of the second half 16 times the sums
       const typename S::F scale = S::halves(w->d + h * S::R);
       each<M>([&](auto m) {
@@ -114,6 +117,11 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const float *d = a.d + row * a.row_blocks;
+  // For one row of x the codes of the next sub-block are loaded before those of this one are
+  // multiplied: behind a full queue of dot products no load begins.
+  constexpr bool EARLY = H == 2 && M == 1;
+  typename S::B codes[2][8];
+  if constexpr (EARLY) each<8>([&](auto v) { codes[0][v] = S::load_now(w->codes[0][0] + LANES * v); });
   for (int64_t b = 0; b < blocks; b++, w++) {
     typename S::I total[H][M];
     each<H * M>([&](auto i) { total[i / M][i % M] = S::nothing(); });
@@ -156,6 +164,12 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
         each<H>([&](auto h) { scales[h] = S::load(w->scales[j] + LANES * h); });
         each<4>([&](auto i) {
           constexpr int u = 4 * j + i;
+          if constexpr (EARLY) {
+            const uint8_t *next = u < 7 ? w->codes[(u + 1) % 8][0] : w[b + 1 < blocks].codes[0][0];
+            each<8>([&](auto v) { codes[(u + 1) % 2][v] = S::load_now(next + LANES * v); });
+          } else if constexpr (H == 2) {
+            each<8>([&](auto v) { codes[u % 2][v] = S::load(w->codes[u][0] + LANES * v); });
+          }
           typename S::I sums[H][M];
           each<M>([&](auto m) {
             sums[0][m] = S::nothing();
@@ -163,7 +177,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
           });
           const uint8_t *fifth = nullptr;
           if constexpr (F == Q5_K) fifth = w->high[u];
-          if constexpr (H == 2) add_pairs<S, M>(w->codes[u][0], x, 256 * b + 32 * u, sums);
+          if constexpr (H == 2) add_pairs<S, M>(codes[u % 2], x, 256 * b + 32 * u, sums);
           else add_32<S, F, M>(w->codes[u][0], fifth, x, 256 * b + 32 * u, sums[0]);
           each<H>([&](auto h) {
             const typename S::I scale = S::template unsigned_byte<i>(scales[h]);

@@ -20,6 +20,11 @@ struct Neon {
   using X = int8x16_t;                          // 16 activations of a row
 
   INLINE static B load(const uint8_t *p) { return vld1q_u8(p); }
+  INLINE static B load_now(const uint8_t *p) {  // not moved to where it is used
+    B b;
+    asm volatile("ldr %q0, %1" : "=w"(b) : "m"(*(const uint8_t(*)[16])p));
+    return b;
+  }
   INLINE static void store(uint8_t *p, B b) { vst1q_u8(p, b); }
   INLINE static X load_x(const int8_t *p) { return vld1q_s8(p); }
 

@@ -4,10 +4,12 @@
     python benchmarks/llama_cpp.py                          that of an installed llama_cpp package
     python benchmarks/llama_cpp.py --formats q4_k q6_k --threads 1 --rows 1
 
+The kernels are compared, with weights and results in memory of theirs: ours without dispatch,
+ggml's as a graph of one product, the weight in its repacked buffer where it has one for the format.
 Each of the two runs in a process of its own, as OpenMP threads of one that still spin would slow
 the other down; they take turns in every round. Weights are read from several copies, more than the
-caches hold, and ggml's lie in its own repacked buffer where it has one for the format. The figures
-are those of the fastest round; results are compared first. Prints a table, writes JSON (--out).
+caches hold. Figures are medians of the rounds, and of their ratios: CPU time on one thread, wall
+time on more; results are compared first. Prints a table, writes JSON (--out).
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 FORMATS = ("q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1")
-SHAPES = ((4096, 4096), (14336, 4096))         # out_features, in_features
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))      # out_features, in_features
 TYPES = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 COPIES = 100 << 20                             # bytes of all copies of a weight, at least
 Side = tuple[Callable[[int], object], Callable[[], list[float]]]
@@ -49,19 +52,18 @@ def make_input(case: dict[str, Any]) -> torch.Tensor:
 # The two that are compared: a Side multiplies with the copy of that number, and returns results.
 
 def prepare_layerzero(case: dict[str, Any], folder: str) -> Side:
-    import layerzero as lz
+    from layerzero.backends.native.ggml import multiply, pack_weight
 
     torch.set_num_threads(case["threads"])
     weight, x = make_weight(case), make_input(case)
-    weights = [weight] + [weight.clone() for _ in range(case["copies"] - 1)]
+    packed = [pack_weight(weight, case["format"]) for _ in range(case["copies"])]
 
-    def linear(w: torch.Tensor) -> torch.Tensor:
-        return lz.quantized_linear(x, w, format=case["format"], activations="q8",
-                                   backend="native.ggml_linear")
+    out = torch.empty(case["rows"], case["outputs"])
 
-    for w in weights:
-        linear(w)
-    return lambda i: linear(weights[i]), lambda: linear(weight)[-1, :64].tolist()
+    def run(i: int) -> torch.Tensor:
+        return multiply(x, packed[i], None, case["outputs"], case["format"], out=out)
+
+    return run, lambda: run(0)[-1, :64].tolist()
 
 
 class Ggml:
@@ -170,7 +172,7 @@ def work(side: str, folder: str) -> None:
             run, results = prepare(case, folder)
             print(json.dumps(results()), flush=True)
             continue
-        clock = time.process_time if case["cpu_time"] else time.perf_counter
+        clock = time.process_time if case["threads"] == 1 else time.perf_counter
         began = clock()
         for i in range(int(line)):
             run(i % case["copies"])
@@ -191,7 +193,8 @@ class Worker:
 
 
 def measure(case: dict[str, Any], rounds: int, sides: dict[str, Worker]) -> dict[str, Any]:
-    """Returns the seconds of both sides, and how far their results are apart."""
+    """Returns the case with the microseconds of both sides, how many times as fast the first is,
+    and how far their results are apart."""
     ours, theirs = (torch.tensor(json.loads(worker.ask(json.dumps(case))))
                     for worker in sides.values())
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -199,7 +202,9 @@ def measure(case: dict[str, Any], rounds: int, sides: dict[str, Worker]) -> dict
         for side, worker in sides.items():
             time.sleep(APART)
             seconds[side].append(float(worker.ask(str(case["repeats"]))))
-    return {**case, **{side: min(s) for side, s in seconds.items()},
+    return {**{key: case[key] for key in ("format", "outputs", "inputs", "rows", "threads")},
+            **{f"{side}_us": round(median(s) * 1e6, 1) for side, s in seconds.items()},
+            "times": round(median(b / a for a, b in zip(*seconds.values())), 2),
             "difference": float((ours - theirs).norm() / theirs.norm())}
 
 
@@ -218,14 +223,13 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
                     copies = 1 if rows > 32 else -(-COPIES // nbytes)
                     case = {"format": format, "outputs": outputs, "inputs": inputs, "rows": rows,
                             "threads": threads, "copies": copies,
-                            "repeats": copies if rows <= 32 else 1, "cpu_time": args.cpu_time}
+                            "repeats": 4 * copies if rows <= 32 else 1}
                     row = measure(case, args.rounds, sides)
                     measured.append(row)
-                    shown = "".join(f"{row[s] * 1e6:9.0f} us {nbytes / row[s] / 1e9:5.1f} "
-                                    for s in ("layerzero", "ggml"))
+                    shown = "".join(f"{row[s]:9.0f} us {nbytes / row[s] / 1e3:5.1f} "
+                                    for s in ("layerzero_us", "ggml_us"))
                     print(f"{format:6} {outputs:6} x {inputs:5} {rows:5} {threads:4} {shown} "
-                          f"{row['ggml'] / row['layerzero']:6.2f} {row['difference']:9.1e}",
-                          flush=True)
+                          f"{row['times']:6.2f} {row['difference']:9.1e}", flush=True)
     for worker in sides.values():
         assert worker.process.stdin is not None
         worker.process.stdin.close()
@@ -255,9 +259,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 512))
     parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cpu-time", action="store_true",
-                        help="measure CPU time: on a machine that others use, with one thread")
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--out", type=Path, help="where to write JSON")
     parser.add_argument("--side", choices=("layerzero", "ggml"), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -283,4 +283,7 @@ template <class T> struct Decoder {
   }
 };
 
+// Decoder<T>(a).run(), which kernels.cpp compiles for every dtype.
+template <class T> bool attend(const Attention &a);
+
 }  // namespace lz

@@ -46,10 +46,12 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
   q.rows = in.whole(), q.inputs = in.whole(), q.outputs = in.whole(), q.x_row = in.whole();
   q.threads = int(in.whole());
   if (!in.ok) return nullptr;
+  for_dtype(dtype, [&](auto t) {
+    q.read = quant::read_elements<decltype(t)>, q.write = quant::write_results<decltype(t)>;
+    return true;
+  });
   return none_or_memory_error(without_gil(q.rows * q.inputs * q.outputs > 65536, [&] {
-    return for_quantized(portable, format, [&](auto s, auto f) {
-      return for_dtype(dtype, [&](auto t) { return quant::run_linear<decltype(s), f, decltype(t)>(q); });
-    });
+    return for_quantized(portable, format, [&](auto s, auto f) { return quant::run_linear<decltype(s), f>(q); });
   }));
 }
 

@@ -8,6 +8,7 @@ which is named after the content of the weight and the layout, and mapped.
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,9 @@ FORMATS = {f: i for i, f in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "
                                        "q6_k"))}
 
 
+_HUGE_PAGE = 2 << 20                           # bytes, where the base page is of 4 KiB
+
+
 def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
     outputs, row_bytes = weight_q.shape
     inputs = GGML_FORMATS[format].row_width(row_bytes)
@@ -42,8 +46,11 @@ def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
 def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
                 memory: Tensor | None = None) -> Tensor:
     """Returns a weight (out_features, row_bytes) in the layout of this build, or the portable one,
-    in memory aligned to cache lines: at the beginning of `memory`, or new."""
+    in memory aligned to cache lines: at the beginning of `memory`, or new, in huge pages if it is
+    large."""
     size = packed_bytes(weight_q, format, portable)
+    if memory is None and size >= _HUGE_PAGE:
+        memory = _pages(size)
     memory = torch.empty(size + 63, dtype=torch.uint8) if memory is None else memory
     packed = memory[-memory.data_ptr() % 64:][:size]
     build.module().ggml_pack(portable, FORMATS[format], weight_q.data_ptr(), packed.data_ptr(),
@@ -53,15 +60,15 @@ def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, format: str,
-             portable: bool = False) -> Tensor:
-    inputs = x.shape[-1]
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-    if not x.is_contiguous() and x.dim() != 2:
+             portable: bool = False, out: Tensor | None = None) -> Tensor:
+    *batch, inputs = x.shape
+    out = x.new_empty((*batch, outputs)) if out is None else out
+    if len(batch) != 1:
         x = x.contiguous()
     build.module().ggml_linear(
         portable, FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
-        None if bias is None else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs,
-        outputs, x.stride(0) if x.dim() == 2 else inputs, torch.get_num_threads())
+        None if bias is None else bias.data_ptr(), out.data_ptr(), math.prod(batch), inputs,
+        outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads())
     return out
 
 

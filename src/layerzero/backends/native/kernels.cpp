@@ -14,6 +14,15 @@
 #include "rows.h"
 #include "token.h"
 
+namespace lz {
+
+template <class T> bool attend(const Attention &a) { return Decoder<T>(a).run(); }
+template bool attend<float>(const Attention &);
+template bool attend<fp16>(const Attention &);
+template bool attend<bf16>(const Attention &);
+
+}  // namespace lz
+
 namespace {
 
 using namespace lz;
@@ -37,7 +46,7 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
   if (!a.kv_heads || !a.batch) return Py_NewRef(Py_None);
   bool worth_it = a.batch * a.kv_heads * a.seq_k * a.head_dim > 16384;
   return none_or_memory_error(without_gil(worth_it, [&] {
-    return for_dtype(dtype, [&](auto t) { return Decoder<decltype(t)>(a).run(); });
+    return for_dtype(dtype, [&](auto t) { return attend<decltype(t)>(a); });
   }));
 }
 

@@ -37,7 +37,7 @@ template <class T> bool run_token(const Token &t) {
   a.kv_heads = t.kv_heads, a.seq_k = t.length + 1;
   a.q = {width, t.dim, 0}, a.k = a.v = {t.room_row, t.dim, kept};
   a.offset = 0, a.left = a.right = -1, a.scale = t.scale, a.softcap = 0, a.threads = t.threads;
-  return Decoder<T>(a).run();
+  return attend<T>(a);
 }
 
 }  // namespace lz

@@ -1,6 +1,7 @@
 // Rows of activations rounded as ggml rounds them beside a weight: to q8_0, q8_1 or q8_K.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
@@ -14,7 +15,7 @@ namespace lz::quant {
 struct Activations {
   int8_t *codes;                                // row_codes bytes per row
   float *d, *s;                                 // row_blocks per row; s: d * sum of the codes, for q8_1
-  int32_t *sums;                                // row_sums per row: of 32 codes (Q6_K: 256) times OFFSET
+  int32_t *sums;                                // row_sums per row: of 32 codes (Q6_K: 256) times OFFSET, COPIES of each
   int8_t *split;                                // row_split bytes per row, for super-blocks
   int64_t row_codes, row_blocks, row_sums, row_split;
 
@@ -22,18 +23,20 @@ struct Activations {
 };
 
 // What is added to a sum of products of stored codes, times the sum of x, so that it is that of the
-// values: stored codes have an offset where bytes are unsigned, and low5 and high5 add one.
+// values: stored codes have an offset where bytes are unsigned, and low5 and high5 add one. Without a
+// zero point it is that of whole bytes of two rows, whose high nibbles are stored minus 8.
 template <class S, Format F>
-constexpr int OFFSET = F == Q8_0 || F == Q6_K ? S::SIGNED ? 0 : -128 : -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0);
+constexpr int OFFSET = F == Q8_0 || F == Q6_K ? S::SIGNED ? 0 : -128
+    : HALVES<S, F> == 2 && !zero_point(F) ? 128 : -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0);
 
 // Sums of 16 or 32 codes as two signed bytes each, low + 128 * high, so that dot products of bytes
 // multiply them: 8 or 16 low ones, then as many high ones.
 template <Format F> constexpr int SPLIT = F == Q6_K ? 32 : 16;
 
-template <Format F> int64_t activation_bytes(int64_t rows, int64_t k, Activations &a, char *memory) {
+template <class S, Format F> int64_t activation_bytes(int64_t rows, int64_t k, Activations &a, char *memory) {
   const int64_t blocks = k / block_size(F);
   a.row_codes = (k + 63) / 64 * 64 + 64, a.row_blocks = blocks;
-  a.row_sums = F == Q6_K ? blocks : k / 32, a.row_split = super_blocks(F) ? blocks * SPLIT<F> : 0;
+  a.row_sums = (F == Q6_K ? blocks : k / 32) * S::COPIES, a.row_split = super_blocks(F) ? blocks * SPLIT<F> : 0;
   char *at = memory;
   auto take = [&](auto *&to, int64_t per_row) {
     to = (std::remove_reference_t<decltype(to)>)at;
@@ -68,7 +71,7 @@ template <class S, Format F> void round_block(const float *x, int8_t *codes, flo
   const float step = peak / 127.0f, inverse = finite_inverse(1.0f, step);
   for (int i = 0; i < 32; i++) codes[i] = int8_t(std::round(x[i] * inverse));
   const int sum = sum_codes(codes, 32);
-  *sums = S::SMALL + OFFSET<S, F> * sum, *d = rounded_to_half(step);
+  std::fill_n(sums, S::COPIES, S::SMALL + OFFSET<S, F> * sum), *d = rounded_to_half(step);
   if (has_min(F)) *s = rounded_to_half(float(sum) * step);
 }
 
@@ -85,24 +88,21 @@ template <class S, Format F> void round_super_block(const float *x, int8_t *code
   for (int i = 0; i < COUNT; i++) {
     const int sum = sum_codes(codes + 256 / COUNT * i, 256 / COUNT), low = ((sum + 64) & 127) - 64;
     split[i] = int8_t(low), split[COUNT + i] = int8_t((sum - low) / 128);
-    if (F != Q6_K) sums[i] = OFFSET<S, F> * sum;
+    if (F != Q6_K) std::fill_n(sums + i * S::COPIES, S::COPIES, OFFSET<S, F> * sum);
     total += sum;
   }
-  if (F == Q6_K) *sums = OFFSET<S, F> * total;
+  if (F == Q6_K) std::fill_n(sums, S::COPIES, OFFSET<S, F> * total);
 }
 
-// Rounds block b of a row.
-template <class S, Format F, class T> void round_block_at(const T *x, const Activations &a, int64_t row, int64_t b) {
-  constexpr int SIZE = block_size(F);
-  alignas(64) float wide[SIZE];
-  for (int i = 0; i < SIZE; i++) wide[i] = to_float(x[b * SIZE + i]);
-  int8_t *codes = a.codes + row * a.row_codes + b * SIZE;
+// Rounds x as block b of a row.
+template <class S, Format F> void round_block_at(const float *x, const Activations &a, int64_t row, int64_t b) {
+  int8_t *codes = a.codes + row * a.row_codes + b * block_size(F);
   const int64_t at = row * a.row_blocks + b;
   if constexpr (super_blocks(F))
-    round_super_block<S, F>(wide, codes, a.d + at, a.sums + row * a.row_sums + b * (F == Q6_K ? 1 : 8),
+    round_super_block<S, F>(x, codes, a.d + at, a.sums + row * a.row_sums + b * (F == Q6_K ? 1 : 8) * S::COPIES,
                             a.split + row * a.row_split + b * SPLIT<F>);
   else
-    round_block<S, F>(wide, codes, a.d + at, a.s + at, a.sums + row * a.row_sums + b);
+    round_block<S, F>(x, codes, a.d + at, a.s + at, a.sums + row * a.row_sums + b * S::COPIES);
 }
 
 }  // namespace lz::quant

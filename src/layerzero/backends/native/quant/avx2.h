@@ -7,8 +7,8 @@ namespace lz::quant {
 
 struct Avx2 {
   static constexpr int R = 8, GROUPS = 2, TILE = 4;
-  static constexpr bool SIGNED = false;
-  static constexpr int FIFTH = 0, SMALL = 0;
+  static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false;
+  static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
   using B = __m256i;
   using I = __m256i;
@@ -58,6 +58,7 @@ struct Avx2 {
 #endif
   }
   INLINE static I splat(int n) { return _mm256_set1_epi32(n); }
+  INLINE static I copies(const int32_t *p) { return splat(*p); }
   INLINE static I nothing() { return _mm256_setzero_si256(); }
   INLINE static I small() { return nothing(); }
   INLINE static I load_i(const int32_t *p) { return _mm256_loadu_si256((const I *)p); }

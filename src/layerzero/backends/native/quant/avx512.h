@@ -7,8 +7,8 @@ namespace lz::quant {
 
 struct Avx512 {
   static constexpr int R = 16, GROUPS = 2, TILE = 8;
-  static constexpr bool SIGNED = false;
-  static constexpr int FIFTH = 0, SMALL = 0;
+  static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false;
+  static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
   using B = __m512i;
   using I = __m512i;
@@ -44,6 +44,7 @@ struct Avx512 {
   }
   template <int at> INLINE static I dot_wide(I a, B w, X x) { return dot<at>(a, w, x); }
   INLINE static I splat(int n) { return _mm512_set1_epi32(n); }
+  INLINE static I copies(const int32_t *p) { return splat(*p); }
   INLINE static I nothing() { return _mm512_setzero_si512(); }
   INLINE static I small() { return nothing(); }
   INLINE static I load_i(const int32_t *p) { return _mm512_loadu_si512(p); }

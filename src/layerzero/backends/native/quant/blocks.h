@@ -23,6 +23,12 @@ constexpr bool has_fifth_bit(Format f) { return f == Q5_0 || f == Q5_1 || f == Q
 // What a stored code stands for is code - zero_point (formats with a minimum have none).
 constexpr int zero_point(Format f) { return f == Q4_0 ? 8 : f == Q5_0 ? 16 : f == Q6_K ? 32 : 0; }
 
+// Codes of four bits may be stored in pairs of rows: a byte's low nibble is the code of one of the
+// first R rows, the high one, minus 8, that of one of the R rows after them. Both are multiplied
+// with the same x, so one half of the products needs no decoding: the signed bytes times x, less the
+// low nibbles times x, are 16 times the high ones times x. A group is of HALVES * R rows.
+template <class S, Format F> constexpr int HALVES = S::PAIRED && (F == Q4_0 || F == Q4_1 || F == Q4_K) ? 2 : 1;
+
 struct Nothing {};
 template <bool C, class T> using If = typename std::conditional<C, T, Nothing>::type;
 
@@ -50,6 +56,8 @@ template <int R> struct Packed<Q6_K, R> {
   uint16_t d[R];
   uint8_t scales[4][4 * R], high[8][2][4 * R], codes[8][4][4 * R];
 };
+
+template <class S, Format F> using Weight = Packed<F, HALVES<S, F> * S::R>;
 
 // A row's block as plain numbers.
 struct Block {
@@ -112,7 +120,13 @@ template <int R> void write_nibbles(const uint8_t *codes, int r, int invert, uin
     }
 }
 
-template <Format F, int R> void write_row(const Block &b, int r, bool signed_bytes, Packed<F, R> &to) {
+// Writes row r of 32 codes into bytes of two rows; R: of both halves together.
+template <int R> void write_pairs(const uint8_t *codes, int r, uint8_t *to) {
+  for (int i = 0; i < 32; i++)
+    to[i / 4 * 2 * R + r % (R / 2) * 4 + i % 4] |= r < R / 2 ? codes[i] : (codes[i] ^ 8) << 4;
+}
+
+template <Format F, int R> void write_row(const Block &b, int r, bool signed_bytes, bool paired, Packed<F, R> &to) {
   const int flip = signed_bytes ? 0 : 128, invert = signed_bytes;
   to.d[r] = b.d;
   if constexpr (has_min(F)) to.m[r] = b.m;
@@ -120,6 +134,7 @@ template <Format F, int R> void write_row(const Block &b, int r, bool signed_byt
     for (int i = 0; i < 32; i++) to.codes[i / 4][4 * r + i % 4] = uint8_t(b.codes[i] ^ flip);
   } else if constexpr (!super_blocks(F)) {
     if constexpr (has_fifth_bit(F)) write_nibbles<R>(b.codes, r, invert, to.codes, to.high);
+    else if (paired) write_pairs<R>(b.codes, r, to.codes[0]);
     else write_nibbles<R>(b.codes, r, invert, to.codes, nullptr);
   } else {
     const int scales = F == Q6_K ? 16 : 8;
@@ -129,7 +144,8 @@ template <Format F, int R> void write_row(const Block &b, int r, bool signed_byt
     for (int u = 0; u < 8; u++) {
       uint8_t *fifth = nullptr;
       if constexpr (F == Q5_K) fifth = to.high[u];
-      write_nibbles<R>(b.codes + 32 * u, r, invert, to.codes[u], fifth);
+      if (paired) write_pairs<R>(b.codes + 32 * u, r, to.codes[u][0]);
+      else write_nibbles<R>(b.codes + 32 * u, r, invert, to.codes[u], fifth);
       if constexpr (F == Q6_K)
         for (int i = 0; i < 32; i++) {
           const int v = i % 16 / 4, shift = (v % 2 ? 0 : 4) + (i < 16 ? 0 : 2);
@@ -142,14 +158,14 @@ template <Format F, int R> void write_row(const Block &b, int r, bool signed_byt
 // Packs a group of R of the `rows` rows; missing rows of the last group are zero. Where bytes are
 // unsigned, signed ones are stored plus 128.
 template <Format F, int R>
-void pack(const uint8_t *from, int64_t rows, int64_t blocks, bool signed_bytes, int64_t group, Packed<F, R> *to) {
+void pack(const uint8_t *from, int64_t rows, int64_t blocks, bool signed_bytes, bool paired, int64_t group, Packed<F, R> *to) {
   for (int64_t b = 0; b < blocks; b++) {
     Packed<F, R> &p = to[group * blocks + b];
     std::memset((void *)&p, 0, sizeof p);
     for (int r = 0; r < R; r++) {
       const int64_t row = group * R + r;
       const uint8_t *at = from + (row * blocks + b) * block_bytes(F);
-      write_row<F, R>(row < rows ? read_block<F>(at) : Block{}, r, signed_bytes, p);
+      write_row<F, R>(row < rows ? read_block<F>(at) : Block{}, r, signed_bytes, paired, p);
     }
   }
 }

@@ -43,9 +43,10 @@ template <int N> bool multiply(const Product (&parts)[N], const float *x, float 
     const Product &first = parts[i];
     for (; i < N && parts[i].weight && parts[i].format == first.format; out += parts[i++].outputs) {
       const Product &p = parts[i];
-      q[count++] = {x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads};
+      q[count++] = {x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads,
+                    read_elements<float>, write_results<float>};
     }
-    if (!for_format(first.format, [&](auto format) { return run_few<Isa, decltype(format)::value, float>(q, count); })) return false;
+    if (!for_format(first.format, [&](auto format) { return run_few<Isa, decltype(format)::value>(q, count); })) return false;
   }
   return true;
 }
@@ -82,7 +83,7 @@ template <class T> bool attend(const DecoderStep &s, const DecoderLayer &at, flo
   a.head_dim = a.head_dim_v = s.dim;
   a.q = {q, s.dim, 0}, a.k = a.v = {0, s.dim, kept};
   a.left = a.right = -1, a.scale = s.scale, a.softcap = s.softcap, a.threads = s.threads;
-  if (!Decoder<T>(a).run()) return false;
+  if (!lz::attend<T>(a)) return false;
   for (int64_t i = 0; i < q; i++) out[i] = to_float(((const T *)a.out)[i]);
   return true;
 }

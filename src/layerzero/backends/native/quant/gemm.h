@@ -20,16 +20,27 @@ template <class S, Format F> struct alignas(16) Decoded {
 };
 
 // What decoding adds to codes, where bytes are signed: then sums need no correction.
-template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : F == Q6_K ? -32 : OFFSET<S, F>;
+template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0);
 template <class S, Format F> constexpr bool CORRECTED = !S::SIGNED && OFFSET<S, F> != 0;
 
-template <class S, Format F> FLATTEN void decode(const Packed<F, S::R> &w, Decoded<S, F> &to) {
+// Decodes a block of a group into to[0], and the second half of the group into to[step].
+template <class S, Format F> FLATTEN void decode(const Weight<S, F> &w, Decoded<S, F> *to, int64_t step) {
   using B = typename S::B;
-  constexpr int R = S::R;
-  auto put = [&](int k, B b) { S::store(to.codes[k / 4], SHIFT<S, F> ? S::add_bytes(b, SHIFT<S, F>) : b); };
-  S::store_f(to.d, S::halves(w.d));
-  if constexpr (has_min(F)) S::store_f(to.m, S::halves(w.m));
-  if constexpr (F == Q8_0) {
+  constexpr int R = S::R, H = HALVES<S, F>;
+  auto put = [&](int k, B b, int half = 0) {
+    S::store(to[half * step].codes[k / 4], SHIFT<S, F> ? S::add_bytes(b, SHIFT<S, F>) : b);
+  };
+  for (int h = 0; h < H; h++) {
+    S::store_f(to[h * step].d, S::halves(w.d + h * R));
+    if constexpr (has_min(F)) S::store_f(to[h * step].m, S::halves(w.m + h * R));
+  }
+  if constexpr (H == 2) {
+    const uint8_t *codes = (const uint8_t *)w.codes;
+    for (int k = 0; k < block_size(F); k += 4) {
+      const B both = S::add_bytes(S::load(codes + k * R), 128);
+      put(k, S::low4(both)), put(k, S::high4(both), 1);
+    }
+  } else if constexpr (F == Q8_0) {
     each<8>([&](auto v) { put(4 * v, S::load(w.codes[v])); });
   } else if constexpr (!super_blocks(F)) {
     B fifth = {};
@@ -57,101 +68,131 @@ template <class S, Format F> FLATTEN void decode(const Packed<F, S::R> &w, Decod
         });
       }
     }
+  }
+  if constexpr (super_blocks(F)) {
     constexpr int PARTS = Decoded<S, F>::PARTS;
     for (int i = 0; i < PARTS; i++)
-      for (int r = 0; r < R; r++) {
+      for (int r = 0; r < H * R; r++) {
         const uint8_t scale = w.scales[i / 4][4 * r + i % 4];
-        to.scales[i][r] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
+        to[r / R * step].scales[i][r % R] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
       }
-    if constexpr (F != Q6_K) std::memcpy(to.mins, w.mins, sizeof to.mins);
-    else if constexpr (!S::SIGNED) std::memcpy(to.scale_bytes, w.scales, sizeof to.scale_bytes);
+    if constexpr (F != Q6_K)
+      for (int i = 0; i < 2 * H; i++) std::memcpy(to[i % H * step].mins[i / H], w.mins[i / H] + i % H * 4 * R, 4 * R);
+    else if constexpr (!S::SIGNED) std::memcpy(to->scale_bytes, w.scales, sizeof to->scale_bytes);
   }
 }
 
+// Adds the products of PART codes from k on of M rows of x, x_step apart, with G groups.
+template <class S, Format F, int M, int G, int PART>
+INLINE inline void add_products(const Decoded<S, F> *const *w, const int8_t *x, int64_t x_step, int k, typename S::I (&sums)[M][G]) {
+  each<PART / 16>([&](auto h) {
+    typename S::X xs[M];
+    each<M>([&](auto m) { xs[m] = S::load_x(x + m * x_step + k + 16 * h); });
+    each<4>([&](auto v) {
+      each<G>([&](auto g) {
+        const typename S::B codes = S::load(w[g]->codes[k / 4 + 4 * h + v]);
+        each<M>([&](auto m) {
+          if constexpr (F == Q8_0) sums[m][g] = S::template dot_wide<v>(sums[m][g], codes, xs[m]);
+          else sums[m][g] = S::template dot<v>(sums[m][g], codes, xs[m]);
+        });
+      });
+    });
+  });
+}
+
+// Scheduled before registers are allocated, sums are copied on the pipes of the dot products (GCC 12).
+#if defined(__aarch64__)
+#define UNSCHEDULED __attribute__((optimize("no-schedule-insns")))
+#else
+#define UNSCHEDULED
+#endif
+
 // Adds the products of `blocks` blocks of G groups, `step` blocks apart, beginning with block `first`
-// of rows row .. row + M - 1 of x. A row's sums stay in memory: registers hold those of one block.
+// of rows row .. row + M - 1 of x, to `results`, which stay in memory unless the ISA keeps sums.
 template <class S, Format F, int M, int G>
-FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t first, int64_t blocks,
-                        float *__restrict sums) {
-  using I = typename S::I;
-  constexpr int SIZE = block_size(F), PART = F == Q6_K ? 16 : 32, R = S::R;
-  const int64_t x_step = a.row_codes, d_step = a.row_blocks, sums_step = a.row_sums, split_step = a.row_split;
-  const int8_t *x = a.codes_at(row, first * SIZE), *split = a.split + row * split_step + first * SPLIT<F>;
+FLATTEN UNSCHEDULED void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t first,
+                                    int64_t blocks, float *__restrict results) {
+  const int64_t d_step = a.row_blocks;
+  const int8_t *x = a.codes_at(row, first * 32);
   const float *d = a.d + row * d_step + first, *s = a.s + row * d_step + first;
-  const int32_t *x_sums = a.sums + row * sums_step + first * (F == Q4_K || F == Q5_K ? 8 : 1);
+  const int32_t *x_sums = a.sums + row * a.row_sums + first * S::COPIES;
+  const Decoded<S, F> *ws[G];
+  each<G>([&](auto g) { ws[g] = w + g * step; });
+  typename S::F f[M][G];
+  if constexpr (S::KEEPS_SUMS) each<M * G>([&](auto i) { f[i / G][i % G] = S::load_f(results + i * S::R); });
+  for (int64_t b = 0; b < blocks; b++) {
+    typename S::I sums[M][G];
+    each<M * G>([&](auto i) {
+      sums[i / G][i % G] = CORRECTED<S, F> ? S::copies(x_sums + i / G * a.row_sums) : S::small();
+    });
+    add_products<S, F, M, G, 32>(ws, x, a.row_codes, 0, sums);
+    each<G>([&](auto g) {
+      const typename S::F scale = S::load_f(ws[g]->d);
+      typename S::F min;
+      if constexpr (has_min(F)) min = S::load_f(ws[g]->m);
+      each<M>([&](auto m) {
+        float *to = results + (m * G + g) * S::R;
+        if constexpr (!S::KEEPS_SUMS) f[m][g] = S::load_f(to);
+        f[m][g] = S::fma(f[m][g], S::small_to_float(sums[m][g]), S::times(scale, d[m * d_step]));
+        if constexpr (has_min(F)) f[m][g] = S::fma(f[m][g], min, S::splat_f(s[m * d_step]));
+        if constexpr (!S::KEEPS_SUMS) S::store_f(to, f[m][g]);
+      });
+    });
+    x += 32, d++, s++, x_sums += S::COPIES;
+    each<G>([&](auto g) { ws[g]++; });
+  }
+  if constexpr (S::KEEPS_SUMS) each<M * G>([&](auto i) { S::store_f(results + i * S::R, f[i / G][i % G]); });
+}
+
+// The same for super-blocks, of whose integer sums one is kept, or in memory, too.
+template <class S, Format F, int M, int G>
+FLATTEN void add_super_blocks(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t first,
+                              int64_t blocks, float *__restrict results) {
+  using I = typename S::I;
+  constexpr int PART = F == Q6_K ? 16 : 32, SUMS = (F == Q6_K ? 1 : 8) * S::COPIES;
+  const int64_t d_step = a.row_blocks;
+  const int8_t *x = a.codes_at(row, first * 256), *split = a.split + row * a.row_split + first * SPLIT<F>;
+  const float *d = a.d + row * d_step + first;
+  const int32_t *x_sums = a.sums + row * a.row_sums + first * SUMS;
   const Decoded<S, F> *ws[G];
   each<G>([&](auto g) { ws[g] = w + g * step; });
   for (int64_t b = 0; b < blocks; b++) {
-    auto dots = [&](int k, I (&acc)[M][G]) {
-      each<PART / 16>([&](auto h) {
-        typename S::X xs[M];
-        each<M>([&](auto m) { xs[m] = S::load_x(x + m * x_step + k + 16 * h); });
-        each<4>([&](auto v) {
-          each<G>([&](auto g) {
-            const typename S::B codes = S::load(ws[g]->codes[k / 4 + 4 * h + v]);
-            each<M>([&](auto m) {
-              if constexpr (F == Q8_0) acc[m][g] = S::template dot_wide<v>(acc[m][g], codes, xs[m]);
-              else acc[m][g] = S::template dot<v>(acc[m][g], codes, xs[m]);
-            });
-          });
-        });
+    alignas(64) int32_t total[M][G][S::R];
+    I kept[M][G];
+    if constexpr (S::KEEPS_SUMS) each<M * G>([&](auto i) { kept[i / G][i % G] = S::nothing(); });
+    for (int i = 0; i < 256 / PART; i++) {
+      I sums[M][G];
+      each<M * G>([&](auto j) {
+        constexpr bool corrected = CORRECTED<S, F> && F == Q5_K;
+        sums[j / G][j % G] = corrected ? S::copies(x_sums + j / G * a.row_sums + i * S::COPIES) : S::nothing();
       });
-    };
-    if constexpr (!super_blocks(F)) {
-      I acc[M][G];
-      each<M>([&](auto m) {
-        each<G>([&](auto g) { acc[m][g] = CORRECTED<S, F> ? S::splat(x_sums[m * sums_step]) : S::small(); });
-      });
-      dots(0, acc);
+      add_products<S, F, M, G, PART>(ws, x, a.row_codes, PART * i, sums);
       each<G>([&](auto g) {
-        const typename S::F scale = S::load_f(ws[g]->d);
-        typename S::F min;
-        if constexpr (has_min(F)) min = S::load_f(ws[g]->m);
+        const I scale = S::load_i(ws[g]->scales[i]);
         each<M>([&](auto m) {
-          float *to = sums + (m * G + g) * R;
-          typename S::F f = S::fma(S::load_f(to), S::small_to_float(acc[m][g]), S::times(scale, d[m * d_step]));
-          if constexpr (has_min(F)) f = S::fma(f, min, S::splat_f(s[m * d_step]));
-          S::store_f(to, f);
+          if constexpr (S::KEEPS_SUMS) kept[m][g] = S::mla(kept[m][g], sums[m][g], scale);
+          else S::store_i(total[m][g], S::mla(i ? S::load_i(total[m][g]) : S::nothing(), sums[m][g], scale));
         });
       });
-      x_sums++;
-    } else {
-      alignas(64) int32_t total[M][G][R];       // in memory as well
-      for (int i = 0; i < 256 / PART; i++) {
-        I acc[M][G];
-        each<M>([&](auto m) {
-          each<G>([&](auto g) {
-            constexpr bool corrected = CORRECTED<S, F> && F == Q5_K;
-            acc[m][g] = corrected ? S::splat(x_sums[m * sums_step + i]) : S::nothing();
-          });
-        });
-        dots(PART * i, acc);
-        each<G>([&](auto g) {
-          const I scale = S::load_i(ws[g]->scales[i]);
-          each<M>([&](auto m) {
-            S::store_i(total[m][g], S::mla(i ? S::load_i(total[m][g]) : S::nothing(), acc[m][g], scale));
-          });
-        });
-      }
-      each<G>([&](auto g) {
-        const typename S::F scale = S::load_f(ws[g]->d);
-        each<M>([&](auto m) {
-          I all = S::load_i(total[m][g]);
-          const int8_t *own = split + m * split_step;
-          if constexpr (F == Q6_K && !S::SIGNED) {
-            const I zeros = S::add(times_sums<S, 16>(ws[g]->scale_bytes, own), S::splat(x_sums[m * sums_step]));
-            all = S::sub(all, S::template shl<5>(zeros));
-          }
-          float *to = sums + (m * G + g) * R;
-          typename S::F f = S::fma(S::load_f(to), S::to_float(all), S::times(scale, d[m * d_step]));
-          if constexpr (has_min(F))
-            f = S::fms(f, S::to_float(times_sums<S, 8>(ws[g]->mins, own)), S::times(S::load_f(ws[g]->m), d[m * d_step]));
-          S::store_f(to, f);
-        });
-      });
-      x_sums += F == Q6_K ? 1 : 8, split += SPLIT<F>;
     }
-    x += SIZE, d++, s++;
+    each<G>([&](auto g) {
+      const typename S::F scale = S::load_f(ws[g]->d);
+      each<M>([&](auto m) {
+        I all = S::KEEPS_SUMS ? kept[m][g] : S::load_i(total[m][g]);
+        const int8_t *own = split + m * a.row_split;
+        if constexpr (F == Q6_K && !S::SIGNED) {
+          const I zeros = S::add(times_sums<S, 16>(S::nothing(), ws[g]->scale_bytes[0], own), S::copies(x_sums + m * a.row_sums));
+          all = S::sub(all, S::template shl<5>(zeros));
+        }
+        float *to = results + (m * G + g) * S::R;
+        typename S::F f = S::fma(S::load_f(to), S::to_float(all), S::times(scale, d[m * d_step]));
+        if constexpr (has_min(F))
+          f = S::fms(f, S::small_to_float(times_sums<S, 8>(S::small(), ws[g]->mins[0], own)),
+                     S::times(S::load_f(ws[g]->m), d[m * d_step]));
+        S::store_f(to, f);
+      });
+    });
+    x += 256, d++, x_sums += SUMS, split += SPLIT<F>;
     each<G>([&](auto g) { ws[g]++; });
   }
 }
@@ -162,7 +203,10 @@ void add_rows(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_
               int64_t blocks, float *sums) {
   constexpr int G = S::GROUPS;
   auto tile = [&](auto m) {
-    for (; rows >= m; rows -= m, row += m, sums += m * G * S::R) add_blocks<S, F, m, G>(w, step, a, row, first, blocks, sums);
+    for (; rows >= m; rows -= m, row += m, sums += m * G * S::R) {
+      if constexpr (super_blocks(F)) add_super_blocks<S, F, m, G>(w, step, a, row, first, blocks, sums);
+      else add_blocks<S, F, m, G>(w, step, a, row, first, blocks, sums);
+    }
   };
   if constexpr (S::TILE > 1) tile(std::integral_constant<int, S::TILE>{}), tile(std::integral_constant<int, 2>{});
   tile(std::integral_constant<int, 1>{});

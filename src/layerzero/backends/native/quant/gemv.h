@@ -39,35 +39,68 @@ INLINE inline void add_32(const uint8_t *codes, const uint8_t *fifth, const int8
   }
 }
 
+// Adds 32 products with bytes of two rows: of the low nibbles to sums[0], of the bytes to sums[1].
+template <class S, int M, class B = typename S::B>
+INLINE inline void add_pairs(const B (&codes)[8], const int8_t *const *x, int64_t k, typename S::I (&sums)[2][M]) {
+  each<2>([&](auto half) {
+    typename S::X xs[M];
+    each<M>([&](auto m) { xs[m] = S::load_x(x[m] + k + 16 * half); });
+    each<4>([&](auto v) {
+      const B both = codes[4 * half + v], low = S::low4(both);
+      each<M>([&](auto m) { sums[0][m] = S::template dot<v>(sums[0][m], low, xs[m]); });
+      each<M>([&](auto m) { sums[1][m] = S::template dot<v>(sums[1][m], both, xs[m]); });
+    });
+  });
+}
+
+// Results of row + m: results[m], and results[M + m] for the second half of the group.
 template <class S, Format F, int M>
-FLATTEN void multiply_blocks(const Packed<F, S::R> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *f) {
+FLATTEN void multiply_blocks(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row,
+                             typename S::F *results) {
+  constexpr int H = HALVES<S, F>;
+  typename S::F f[H * M];                       // not in memory, where every block would store them
+  each<H * M>([&](auto i) { f[i] = S::splat_f(0); });
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const int32_t *sums = a.sums + row * a.row_sums;
   const float *d = a.d + row * a.row_blocks, *s = a.s + row * a.row_blocks;
   for (int64_t b = 0; b < blocks; b++, w++) {
-    typename S::I total[M];
-    each<M>([&](auto m) { total[m] = OFFSET<S, F> ? S::splat(sums[m * a.row_sums + b]) : S::small(); });
+    typename S::I total[H][M];
+    each<M>([&](auto m) {
+      total[H - 1][m] = OFFSET<S, F> ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
+      if constexpr (H == 2) total[0][m] = zero_point(F) ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
+    });
     const uint8_t *fifth = nullptr;
     if constexpr (has_fifth_bit(F)) fifth = w->high;
-    add_32<S, F, M>(w->codes[0], fifth, x, 32 * b, total);
-    const typename S::F scale = S::halves(w->d);
-    each<M>([&](auto m) {
-      f[m] = S::fma(f[m], S::small_to_float(total[m]), S::times(scale, d[m * a.row_blocks + b]));
+    if constexpr (H == 2) {
+      typename S::B codes[8];
+      each<8>([&](auto v) { codes[v] = S::load(w->codes[0] + 4 * S::R * v); });
+      add_pairs<S, M>(codes, x, 32 * b, total);
+    } else add_32<S, F, M>(w->codes[0], fifth, x, 32 * b, total[0]);
+    each<H>([&](auto h) {                       // of the second half 16 times the sums
+      const typename S::F scale = S::halves(w->d + h * S::R);
+      each<M>([&](auto m) {
+        typename S::F sum;
+        if constexpr (h == 1) sum = S::small_difference(total[1][m], total[0][m]);
+        else sum = S::small_to_float(total[0][m]);
+        f[h * M + m] = S::fma(f[h * M + m], sum, S::times(scale, d[m * a.row_blocks + b]));
+      });
+      if constexpr (has_min(F)) {
+        const typename S::F min = S::halves(w->m + h * S::R);
+        each<M>([&](auto m) { f[h * M + m] = S::fma(f[h * M + m], min, S::splat_f((h ? 16 : 1) * s[m * a.row_blocks + b])); });
+      }
     });
-    if constexpr (has_min(F)) {
-      const typename S::F min = S::halves(w->m);
-      each<M>([&](auto m) { f[m] = S::fma(f[m], min, S::splat_f(s[m * a.row_blocks + b])); });
-    }
   }
+  // Exact: products of halves are never as small as float32's subnormal numbers.
+  each<H * M>([&](auto i) { results[i] = i < M ? f[i] : S::times(f[i], 1 / 16.0f); });
 }
 
-// Sums of COUNT sub-blocks' scales (lane vectors) times their sums of x.
-template <class S, int COUNT>
-INLINE inline typename S::I times_sums(const uint8_t (*scales)[4 * S::R], const int8_t *split) {
-  typename S::I low = S::nothing(), high = S::nothing();
+// `low`, and sums of COUNT sub-blocks' scales (lane vectors, STEP bytes apart) times their sums of x.
+template <class S, int COUNT, int STEP = 4 * S::R>
+INLINE inline typename S::I times_sums(typename S::I low, const uint8_t *scales, const int8_t *split) {
+  typename S::I high = S::nothing();
   each<COUNT / 4>([&](auto i) {
-    const typename S::B one = S::load(scales[i]);
+    const typename S::B one = S::load(scales + STEP * i);
     low = S::template dot_wide<i % 4>(low, one, S::load_x(split));
     const typename S::X second = S::load_x(split + (COUNT == 16 ? 16 : 0));
     high = S::template dot_wide<(COUNT == 16 ? i : 2 + i)>(high, one, second);
@@ -76,14 +109,22 @@ INLINE inline typename S::I times_sums(const uint8_t (*scales)[4 * S::R], const 
 }
 
 template <class S, Format F, int M>
-FLATTEN void multiply_super_blocks(const Packed<F, S::R> *w, int64_t blocks, const Activations &a, int64_t row,
-                                   typename S::F *f) {
+FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row,
+                                   typename S::F *results) {
+  constexpr int H = HALVES<S, F>, LANES = 4 * S::R;
+  typename S::F f[H * M];
+  each<H * M>([&](auto i) { f[i] = S::splat_f(0); });
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const float *d = a.d + row * a.row_blocks;
+  // For one row of x the codes of the next sub-block are loaded before those of this one are
+  // multiplied: behind a full queue of dot products no load begins.
+  constexpr bool EARLY = H == 2 && M == 1;
+  typename S::B codes[2][8];
+  if constexpr (EARLY) each<8>([&](auto v) { codes[0][v] = S::load_now(w->codes[0][0] + LANES * v); });
   for (int64_t b = 0; b < blocks; b++, w++) {
-    typename S::I total[M];
-    each<M>([&](auto m) { total[m] = S::nothing(); });
+    typename S::I total[H][M];
+    each<H * M>([&](auto i) { total[i / M][i % M] = S::nothing(); });
     if constexpr (F == Q6_K) {
       each<4>([&](auto j) {
         const typename S::B scales = S::load(w->scales[j]);
@@ -105,49 +146,68 @@ FLATTEN void multiply_super_blocks(const Packed<F, S::R> *w, int64_t blocks, con
           });
           each<2>([&](auto half) {
             const typename S::I scale = S::template scale_byte<2 * i + half>(scales);
-            each<M>([&](auto m) { total[m] = S::mla(total[m], sums[half][m], scale); });
+            each<M>([&](auto m) { total[0][m] = S::mla(total[0][m], sums[half][m], scale); });
           });
         });
       });
       const typename S::F scale = S::halves(w->d);
       each<M>([&](auto m) {
         const int64_t at = (row + m) * a.row_split + b * SPLIT<F>;
-        typename S::I zeros = times_sums<S, 16>(w->scales, a.split + at);
-        if (!S::SIGNED) zeros = S::add(zeros, S::splat(a.sums[(row + m) * a.row_sums + b]));
-        total[m] = S::sub(total[m], S::template shl<5>(zeros));
-        f[m] = S::fma(f[m], S::to_float(total[m]), S::times(scale, d[m * a.row_blocks + b]));
+        typename S::I zeros = times_sums<S, 16>(S::nothing(), w->scales[0], a.split + at);
+        if (!S::SIGNED) zeros = S::add(zeros, S::copies(a.sums + (row + m) * a.row_sums + b));
+        total[0][m] = S::sub(total[0][m], S::template shl<5>(zeros));
+        f[m] = S::fma(f[m], S::to_float(total[0][m]), S::times(scale, d[m * a.row_blocks + b]));
       });
     } else {
       each<2>([&](auto j) {
-        const typename S::B scales = S::load(w->scales[j]);
+        typename S::B scales[H];
+        each<H>([&](auto h) { scales[h] = S::load(w->scales[j] + LANES * h); });
         each<4>([&](auto i) {
           constexpr int u = 4 * j + i;
-          typename S::I sums[M];
+          if constexpr (EARLY) {
+            const uint8_t *next = u < 7 ? w->codes[(u + 1) % 8][0] : w[b + 1 < blocks].codes[0][0];
+            each<8>([&](auto v) { codes[(u + 1) % 2][v] = S::load_now(next + LANES * v); });
+          } else if constexpr (H == 2) {
+            each<8>([&](auto v) { codes[u % 2][v] = S::load(w->codes[u][0] + LANES * v); });
+          }
+          typename S::I sums[H][M];
           each<M>([&](auto m) {
-            sums[m] = OFFSET<S, F> ? S::splat(a.sums[(row + m) * a.row_sums + 8 * b + u]) : S::nothing();
+            sums[0][m] = S::nothing();
+            if (OFFSET<S, F>) sums[H - 1][m] = S::copies(a.sums + (row + m) * a.row_sums + (8 * b + u) * S::COPIES);
           });
           const uint8_t *fifth = nullptr;
           if constexpr (F == Q5_K) fifth = w->high[u];
-          add_32<S, F, M>(w->codes[u][0], fifth, x, 256 * b + 32 * u, sums);
-          const typename S::I scale = S::template unsigned_byte<i>(scales);
-          each<M>([&](auto m) { total[m] = S::mla(total[m], sums[m], scale); });
+          if constexpr (H == 2) add_pairs<S, M>(codes[u % 2], x, 256 * b + 32 * u, sums);
+          else add_32<S, F, M>(w->codes[u][0], fifth, x, 256 * b + 32 * u, sums[0]);
+          each<H>([&](auto h) {
+            const typename S::I scale = S::template unsigned_byte<i>(scales[h]);
+            each<M>([&](auto m) {
+              total[h][m] = S::mla(total[h][m], h ? S::sub(sums[h][m], sums[0][m]) : sums[0][m], scale);
+            });
+          });
         });
       });
-      const typename S::F scale = S::halves(w->d), min = S::halves(w->m);
-      each<M>([&](auto m) {
-        const int64_t at = (row + m) * a.row_split + b * SPLIT<F>;
-        const float dx = d[m * a.row_blocks + b];
-        f[m] = S::fma(f[m], S::to_float(total[m]), S::times(scale, dx));
-        f[m] = S::fms(f[m], S::to_float(times_sums<S, 8>(w->mins, a.split + at)), S::times(min, dx));
+      each<H>([&](auto h) {
+        const typename S::F scale = S::halves(w->d + h * S::R), min = S::halves(w->m + h * S::R);
+        each<M>([&](auto m) {
+          const int64_t at = (row + m) * a.row_split + b * SPLIT<F>;
+          const float dx = d[m * a.row_blocks + b];
+          if constexpr (h == 1) total[1][m] = S::template shr<4>(total[1][m]);
+          typename S::F &to = f[h * M + m];
+          to = S::fma(to, S::to_float(total[h][m]), S::times(scale, dx));
+          const typename S::I mins = times_sums<S, 8, H * LANES>(S::small(), w->mins[0] + LANES * h, a.split + at);
+          to = S::fms(to, S::small_to_float(mins), S::times(min, dx));
+        });
       });
     }
   }
+  each<H * M>([&](auto i) { results[i] = f[i]; });
 }
 
 template <class S, Format F, int M>
-void multiply(const Packed<F, S::R> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *f) {
-  if constexpr (super_blocks(F)) multiply_super_blocks<S, F, M>(w, blocks, a, row, f);
-  else multiply_blocks<S, F, M>(w, blocks, a, row, f);
+void multiply(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *results) {
+  if constexpr (super_blocks(F)) multiply_super_blocks<S, F, M>(w, blocks, a, row, results);
+  else multiply_blocks<S, F, M>(w, blocks, a, row, results);
 }
 
 }  // namespace lz::quant

@@ -43,39 +43,58 @@ struct Linear {
   bool has_bias;
   int64_t rows, inputs, outputs, x_row;         // x_row: elements from row to row
   int threads;
+  // `count` elements of x from `at` on, and results of a row, its outputs first .. first + count - 1:
+  // all that depends on the dtype, so that the kernels need not be compiled for each.
+  void (*read)(const Linear &, int64_t at, int64_t count, float *to);
+  void (*write)(const Linear &, int64_t row, int64_t first, int64_t count, const float *from);
 };
 
-template <class S> int64_t groups(int64_t outputs) { return (outputs + S::R - 1) / S::R; }
-
-template <class S, Format F> int64_t packed_bytes(int64_t outputs, int64_t inputs) {
-  return groups<S>(outputs) * (inputs / block_size(F)) * int64_t(sizeof(Packed<F, S::R>));
+template <class T> void read_elements(const Linear &q, int64_t at, int64_t count, float *to) {
+  for (int64_t i = 0; i < count; i++) to[i] = to_float(((const T *)q.x)[at + i]);
 }
 
-template <class S, Format F> void pack_all(const uint8_t *from, int64_t outputs, int64_t inputs, void *to, int threads) {
-  const int64_t blocks = inputs / block_size(F), count = groups<S>(outputs);
-  share(threads, count, [&](int64_t g, int) { pack<F, S::R>(from, outputs, blocks, S::SIGNED, g, (Packed<F, S::R> *)to); });
-}
-
-// Writes results of one row of x: outputs first .. first + count - 1.
-template <class T> void write(const Linear &q, int64_t row, int64_t first, int64_t count, const float *from) {
+template <class T> void write_results(const Linear &q, int64_t row, int64_t first, int64_t count, const float *from) {
   T *to = (T *)q.out + row * q.outputs + first;
   const T *bias = (const T *)q.bias + first;
   for (int64_t r = 0; r < count; r++) from_float(to + r, q.has_bias ? from[r] + to_float(bias[r]) : from[r]);
 }
 
-template <class S, Format F, class T> void few_rows(const Linear &q, const Activations &a, int64_t group) {
-  const int64_t blocks = q.inputs / block_size(F), first = group * S::R;
-  const auto *w = (const Packed<F, S::R> *)q.weight + group * blocks;
+template <class S, Format F> constexpr int64_t GROUP = HALVES<S, F> * S::R;            // rows
+template <class S, Format F> int64_t groups(int64_t outputs) { return (outputs + GROUP<S, F> - 1) / GROUP<S, F>; }
+
+template <class S, Format F> int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return groups<S, F>(outputs) * (inputs / block_size(F)) * int64_t(sizeof(Weight<S, F>));
+}
+
+template <class S, Format F> void pack_all(const uint8_t *from, int64_t outputs, int64_t inputs, void *to, int threads) {
+  const int64_t blocks = inputs / block_size(F), count = groups<S, F>(outputs);
+  share(threads, count, [&](int64_t g, int) {
+    pack<F, GROUP<S, F>>(from, outputs, blocks, S::SIGNED, HALVES<S, F> == 2, g, (Weight<S, F> *)to);
+  });
+}
+
+// Rounds block i of all rows of x.
+template <class S, Format F> void round_input(const Linear &q, const Activations &a, int64_t i) {
+  constexpr int64_t SIZE = block_size(F);
+  const int64_t row = i / (q.inputs / SIZE), b = i % (q.inputs / SIZE);
+  alignas(64) float wide[SIZE];
+  q.read(q, row * q.x_row + b * SIZE, SIZE, wide);
+  round_block_at<S, F>(wide, a, row, b);
+}
+
+template <class S, Format F> void few_rows(const Linear &q, const Activations &a, int64_t group) {
+  constexpr int H = HALVES<S, F>;
+  const int64_t blocks = q.inputs / block_size(F), first = group * GROUP<S, F>;
+  const auto *w = (const Weight<S, F> *)q.weight + group * blocks;
   int64_t row = 0;
   auto tile = [&](auto m) {
     for (; row + m <= q.rows; row += m) {
-      typename S::F f[m];
-      for (int i = 0; i < m; i++) f[i] = S::splat_f(0);
+      typename S::F f[H * m];
       multiply<S, F, m>(w, blocks, a, row, f);
       for (int i = 0; i < m; i++) {
-        alignas(64) float results[S::R];
-        S::store_f(results, f[i]);
-        write<T>(q, row + i, first, std::min<int64_t>(S::R, q.outputs - first), results);
+        alignas(64) float results[H * S::R];
+        for (int h = 0; h < H; h++) S::store_f(results + h * S::R, f[h * m + i]);
+        q.write(q, row + i, first, std::min(GROUP<S, F>, q.outputs - first), results);
       }
     }
   };
@@ -84,71 +103,67 @@ template <class S, Format F, class T> void few_rows(const Linear &q, const Activ
 }
 
 // PANEL_ROWS rows of the weight with all rows of x. `sums` has rows * PANEL_ROWS floats.
-template <class S, Format F, class T>
+template <class S, Format F>
 void panel(const Linear &q, const Activations &a, int64_t index, Decoded<S, F> *decoded, float *sums) {
-  constexpr int64_t G = PANEL_ROWS / S::R, TILES = G / S::GROUPS, WIDTH = S::GROUPS * S::R;
+  constexpr int64_t H = HALVES<S, F>, G = PANEL_ROWS / S::R, TILES = G / S::GROUPS, WIDTH = S::GROUPS * S::R;
   const int64_t blocks = q.inputs / block_size(F), most = PANEL_WIDTH / block_size(F);
-  const int64_t first = index * G, some = std::min(G, groups<S>(q.outputs) - first);
-  const auto *w = (const Packed<F, S::R> *)q.weight + first * blocks;
+  const int64_t first = index * G, some = std::min(G, groups<S, F>(q.outputs) * H - first);
+  const auto *w = (const Weight<S, F> *)q.weight + first / H * blocks;
   std::fill(sums, sums + q.rows * PANEL_ROWS, 0.0f);
   for (int64_t b = 0; b < blocks; b += most) {
     const int64_t count = std::min(most, blocks - b);
-    for (int64_t g = 0; g < some; g++)
-      for (int64_t i = 0; i < count; i++) decode<S, F>(w[g * blocks + b + i], decoded[g * most + i]);
+    for (int64_t g = 0; g < some; g += H)
+      for (int64_t i = 0; i < count; i++) decode<S, F>(w[g / H * blocks + b + i], decoded + g * most + i, most);
     for (int64_t row = 0; row < q.rows; row += S::TILE)      // rows of x stay in the L1 cache
       for (int64_t t = 0; t < TILES && t * S::GROUPS < some; t++)
         add_rows<S, F>(decoded + t * S::GROUPS * most, most, a, row, std::min<int64_t>(S::TILE, q.rows - row), b, count,
                        sums + (t * q.rows + row) * WIDTH);
   }
-  for (int64_t row = 0; row < q.rows; row++)
-    for (int64_t t = 0; t < TILES; t++) {
-      const int64_t at = first * S::R + t * WIDTH, count = std::min(WIDTH, q.outputs - at);
-      if (count > 0) write<T>(q, row, at, count, sums + (t * q.rows + row) * WIDTH);
-    }
+  for (int64_t row = 0; row < q.rows; row++) {
+    alignas(64) float results[PANEL_ROWS];
+    for (int64_t t = 0; t < TILES; t++) std::copy_n(sums + (t * q.rows + row) * WIDTH, WIDTH, results + t * WIDTH);
+    q.write(q, row, first * S::R, std::min(PANEL_ROWS, q.outputs - first * S::R), results);
+  }
 }
 
-template <class S, Format F, class T> bool run_linear(const Linear &q) {
-  const bool few = q.rows <= few_rows_of(F);
+template <class S, Format F> bool run_linear(const Linear &q) {
+  const bool few = S::TILE == 1 || q.rows <= few_rows_of(F);
   const int threads = q.rows * q.outputs * q.inputs < 65536 ? 1 : q.threads;
-  const int64_t work = few ? groups<S>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
+  const int64_t work = few ? groups<S, F>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
   // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
   const int64_t most = few ? 0 : PANEL_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(Decoded<S, F>));
   const int64_t own = few ? 0 : (most + q.rows * PANEL_ROWS * int64_t(sizeof(float)) + 63) / 64 * 64;
   Activations a;
-  const int64_t shared = activation_bytes<F>(q.rows, q.inputs, a, nullptr);
+  const int64_t shared = activation_bytes<S, F>(q.rows, q.inputs, a, nullptr);
   char *memory = (char *)std::aligned_alloc(64, shared + threads * own + 64);
   if (!memory) return false;
-  activation_bytes<F>(q.rows, q.inputs, a, memory);
+  activation_bytes<S, F>(q.rows, q.inputs, a, memory);
   if (!few) std::memset(memory + shared, 0, threads * own);
-  const int64_t blocks = q.inputs / block_size(F), rounded = q.rows * blocks;
+  const int64_t rounded = q.rows * (q.inputs / block_size(F));
   // A few blocks are rounded sooner than another thread is there.
-  share(rounded * block_size(F) < 8192 ? 1 : threads, rounded, [&](int64_t i, int) {
-    round_block_at<S, F>((const T *)q.x + i / blocks * q.x_row, a, i / blocks, i % blocks);
-  });
+  share(rounded * block_size(F) < 8192 ? 1 : threads, rounded, [&](int64_t i, int) { round_input<S, F>(q, a, i); });
   share(threads, work, [&](int64_t i, int thread) {
     char *mine = memory + shared + thread * own;
-    if (few) few_rows<S, F, T>(q, a, i);
-    else panel<S, F, T>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
+    if (few) few_rows<S, F>(q, a, i);
+    else if constexpr (S::TILE > 1) panel<S, F>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
   });
   std::free(memory);
   return true;
 }
 
 // Products of the same few rows of x with `count` weights of one format, x rounded once.
-template <class S, Format F, class T> bool run_few(const Linear *q, int count) {
+template <class S, Format F> bool run_few(const Linear *q, int count) {
   Activations a;
-  char *memory = (char *)std::aligned_alloc(64, activation_bytes<F>(q->rows, q->inputs, a, nullptr) + 64);
+  char *memory = (char *)std::aligned_alloc(64, activation_bytes<S, F>(q->rows, q->inputs, a, nullptr) + 64);
   if (!memory) return false;
-  activation_bytes<F>(q->rows, q->inputs, a, memory);
-  const int64_t blocks = q->inputs / block_size(F);
-  for (int64_t i = 0; i < q->rows * blocks; i++)
-    round_block_at<S, F>((const T *)q->x + i / blocks * q->x_row, a, i / blocks, i % blocks);
+  activation_bytes<S, F>(q->rows, q->inputs, a, memory);
+  for (int64_t i = 0; i < q->rows * (q->inputs / block_size(F)); i++) round_input<S, F>(*q, a, i);
   int64_t work = 0, outputs = 0;
-  for (int i = 0; i < count; i++) work += groups<S>(q[i].outputs), outputs += q[i].outputs;
+  for (int i = 0; i < count; i++) work += groups<S, F>(q[i].outputs), outputs += q[i].outputs;
   share(q->rows * q->inputs * outputs < 65536 ? 1 : q->threads, work, [&](int64_t i, int) {
     const Linear *one = q;
-    for (; i >= groups<S>(one->outputs); one++) i -= groups<S>(one->outputs);
-    few_rows<S, F, T>(*one, a, i);
+    for (; i >= groups<S, F>(one->outputs); one++) i -= groups<S, F>(one->outputs);
+    few_rows<S, F>(*one, a, i);
   });
   std::free(memory);
   return true;

@@ -8,8 +8,10 @@
 namespace lz::quant {
 
 struct Neon {
-  static constexpr int R = 4, GROUPS = 2, TILE = 8;       // a tile's sums take half of the registers
+  static constexpr int R = 4, GROUPS = 2, TILE = 4;
+  static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative
+  static constexpr bool PAIRED = true;          // bytes of four-bit codes hold two rows
   static constexpr int FIFTH = -16;             // what low5 and high5 add to a code
 
   using B = uint8x16_t;
@@ -18,6 +20,11 @@ struct Neon {
   using X = int8x16_t;                          // 16 activations of a row
 
   INLINE static B load(const uint8_t *p) { return vld1q_u8(p); }
+  INLINE static B load_now(const uint8_t *p) {  // not moved to where it is used
+    B b;
+    asm volatile("ldr %q0, %1" : "=w"(b) : "m"(*(const uint8_t(*)[16])p));
+    return b;
+  }
   INLINE static void store(uint8_t *p, B b) { vst1q_u8(p, b); }
   INLINE static X load_x(const int8_t *p) { return vld1q_s8(p); }
 
@@ -44,6 +51,13 @@ struct Neon {
   template <int at> INLINE static I dot(I a, B w, X x) { return vdotq_laneq_s32(a, vreinterpretq_s8_u8(w), x, at); }
   template <int at> INLINE static I dot_wide(I a, B w, X x) { return dot<at>(a, w, x); }
   INLINE static I splat(int n) { return vdupq_n_s32(n); }
+  // A number and its copies: broadcasting, or copying a register, would take an arithmetic pipe.
+  static constexpr int COPIES = 4;
+  INLINE static I copies(const int32_t *p) {
+    I all;
+    asm volatile("ldr %q0, %1" : "=w"(all) : "m"(*(const int32_t(*)[4])p));
+    return all;
+  }
   INLINE static I nothing() {                   // not a copy of another zero, which would cost an instruction
     I zero;
     asm volatile("movi %0.4s, 0" : "=w"(zero));
@@ -55,6 +69,7 @@ struct Neon {
   INLINE static I sub(I a, I b) { return vsubq_s32(a, b); }
   INLINE static I mla(I a, I b, I c) { return vmlaq_s32(a, b, c); }
   template <int n> INLINE static I shl(I a) { return vshlq_n_s32(a, n); }
+  template <int n> INLINE static I shr(I a) { return vshrq_n_s32(a, n); }
   // Byte `at` of each lane: by table lookup, as shifts have one pipe only.
   template <int at> INLINE static I unsigned_byte(B b) {
     const uint32x4_t index = {0xffffff00u + at, 0xffffff04u + at, 0xffffff08u + at, 0xffffff0cu + at};
@@ -66,16 +81,15 @@ struct Neon {
     else return vshrq_n_s32(vshlq_n_s32(wide, 24 - 8 * at), 24);
   }
 
-  // Sums of a block of 32, |sum| < 2^22, begin as the bits of 1.5 * 2^23: so a subtraction on
+  // Sums of a block of 32 and of minima, |sum| < 2^22, begin as the bits of 1.5 * 2^23: so a subtraction on
   // either pipe makes them floats, where a conversion occupies one pipe for two cycles.
   static constexpr int SMALL = 0x4b400000;
-  INLINE static I small() {                     // by a load, which no arithmetic waits for
-    static constexpr int32_t bits[4] = {SMALL, SMALL, SMALL, SMALL};
-    I begin;
-    asm volatile("ldr %q0, %1" : "=w"(begin) : "m"(bits));
-    return begin;
+  INLINE static I small() {
+    alignas(16) static constexpr int32_t bits[4] = {SMALL, SMALL, SMALL, SMALL};
+    return copies(bits);
   }
   INLINE static F small_to_float(I a) { return vsubq_f32(vreinterpretq_f32_s32(a), vdupq_n_f32(12582912.0f)); }
+  INLINE static F small_difference(I a, I b) { return vsubq_f32(vreinterpretq_f32_s32(a), vreinterpretq_f32_s32(b)); }
 
   INLINE static F to_float(I a) { return vcvtq_f32_s32(a); }
   INLINE static F halves(const uint16_t *p) { return vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }

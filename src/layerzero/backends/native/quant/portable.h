@@ -9,8 +9,8 @@ namespace lz::quant {
 
 struct Portable {
   static constexpr int R = 4, GROUPS = 1, TILE = 1;
-  static constexpr bool SIGNED = true;
-  static constexpr int FIFTH = 0, SMALL = 0;
+  static constexpr bool SIGNED = true, PAIRED = false, KEEPS_SUMS = false;
+  static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
   struct B { uint8_t v[16]; };
   struct I { int32_t v[4]; };
@@ -49,6 +49,7 @@ struct Portable {
   }
   template <int at> static I dot_wide(I a, B w, X x) { return dot<at>(a, w, x); }
   SLOW static I splat(int n) { return {{n, n, n, n}}; }
+  SLOW static I copies(const int32_t *p) { return splat(*p); }
   SLOW static I nothing() { return splat(0); }
   SLOW static I small() { return splat(SMALL); }
   SLOW static I load_i(const int32_t *p) { return lanes<I>([&](int i) { return p[i]; }); }

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..files.reading import read_json
 from ..spec.device import Device
+from ..spec.display import plural
 from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
@@ -44,7 +45,7 @@ class ShippedTable:
 
     @property
     def title(self) -> str:
-        threads = f", {self.device['threads']} threads" if "threads" in self.device else ""
+        threads = f", {plural(self.device['threads'], 'thread')}" if "threads" in self.device else ""
         return f"{self.device['name']}{threads}, {self.date}"
 
     @property
@@ -59,7 +60,7 @@ class ShippedTable:
         """Returns why the table does not apply here; "" if it does."""
         measured_threads = self.device.get("threads", threads)
         if measured_threads != threads:
-            return f"measured on {measured_threads} threads, here are {threads}"
+            return f"measured on {plural(measured_threads, 'thread')}, torch has {threads} here"
         installed = {"torch": device.torch_version, "driver": device.driver_version}
         return "; ".join(
             f"measured with {name} {self.versions[name]}, here is {version or 'an unknown one'}"

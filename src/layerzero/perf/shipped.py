@@ -45,8 +45,9 @@ class ShippedTable:
 
     @property
     def title(self) -> str:
-        threads = f", {plural(self.device['threads'], 'thread')}" if "threads" in self.device else ""
-        return f"{self.device['name']}{threads}, {self.date}"
+        threads = self.device.get("threads")
+        measured_on = f", {plural(threads, 'thread')}" if threads else ""
+        return f"{self.device['name']}{measured_on}, {self.date}"
 
     @property
     def kinds(self) -> int:

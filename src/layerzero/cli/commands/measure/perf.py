@@ -80,7 +80,8 @@ def prune(kernel: str, older_than: float | None, everything: bool, dry_run: bool
 def export(path: Path, as_json: bool) -> int:
     with measurements.open_store(read_only=True) as store:
         count = store.export(path)
-    return _say(as_json, f"{plural(count, 'measurement')} written to {path}", written=count, path=str(path))
+    return _say(as_json, f"{plural(count, 'measurement')} written to {path}", written=count,
+                path=str(path))
 
 
 def import_rows(paths: Sequence[Path], as_json: bool) -> int:
@@ -94,8 +95,8 @@ def import_rows(paths: Sequence[Path], as_json: bool) -> int:
             else:
                 count = store.import_(path)
         counts[str(path)] = count
-    return _say(as_json, "\n".join(f"{plural(n, 'measurement')} read from {p}" for p, n in counts.items()),
-                read=counts)
+    return _say(as_json, "\n".join(f"{plural(n, 'measurement')} read from {p}"
+                                   for p, n in counts.items()), read=counts)
 
 
 def _say(as_json: bool, text: str, **data: Any) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,9 @@ class ShippedTable:
                 if name not in ("torch", "driver")}
 
 
-def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
-    """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped."""
+def read(path: Path, ops: Mapping[str, Op], wanted_for: Device | None = None) -> ShippedTable:
+    """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped, and so are
+    all rows if it is for another device model than the one it is wanted for."""
     data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(
@@ -99,12 +100,15 @@ def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
         rates = Rates(*map(float, data["rates"]))
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"rates must be numbers > 0, got {data['rates']!r}")
+        table = ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]),
+                             rates, rows=())
+        if wanted_for is not None and not table.is_for(wanted_for):
+            return table
         rows = tuple(m.checked() for row in data["rows"] for m in _measurements(row, kernels, ops))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
         raise DataError(
             f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
-    return ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]), rates,
-                        rows)
+    return replace(table, rows=rows)
 
 
 def _measurements(row: list[Any], kernels: list[str],

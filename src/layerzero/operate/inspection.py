@@ -349,7 +349,8 @@ def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:
 
 
 def _version() -> str:
-    return loading.installed_version("layerzero") or "unknown"
+    """Returns the installed release; of a source tree that is not installed, the tree's own."""
+    return loading.installed_version("layerzero") or str(sys.modules["layerzero"].__version__)
 
 
 @dataclass(frozen=True, repr=False)

@@ -178,7 +178,7 @@ def test_what_is_no_report_is_a_data_error(tmp_path):
         SoakReport.load(tmp_path / "none.json")
     with pytest.raises(lz.errors.ConfigError, match="seconds > 0"):
         soak(0.0)
-    with pytest.raises(lz.errors.ConfigError, match="no operation is named nothing"):
+    with pytest.raises(lz.errors.ConfigError, match="there is no op 'nothing'"):
         soak(1.0, ops=("nothing",))
 
 

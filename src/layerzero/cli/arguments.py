@@ -38,7 +38,8 @@ def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
         call[param.name] = _value(op, param, text.strip(), default_dtype)
     missing = [p.name for p in op.params if p.required and p.name not in call]
     if missing:
-        raise InvalidCall(f"lz {op.name} needs {', '.join(missing)}; write it like {_example(op)}")
+        raise InvalidCall(f"lz {op.name} needs {', '.join(missing)}; write it like "
+                          f"{_example(op, missing[0])}")
     return call
 
 
@@ -103,7 +104,10 @@ def _declared_dtype(op: Op, name: str, default_dtype: torch.dtype) -> torch.dtyp
     return default_dtype
 
 
-def _example(op: Op) -> str:
+def _example(op: Op, name: str = "") -> str:
+    """Return how a parameter is written, by default the first tensor."""
+    name = name or next(p.name for p in op.params if p.kind == "tensor")
+    if op.by_name[name].kind != "tensor":
+        return f"{name}=..., {_EXAMPLES[op.by_name[name].kind]}"
     shape = next(iter(op.patterns.values()))
-    first = next(p.name for p in op.params if p.kind == "tensor")
-    return f"{first}=" + "x".join("8" for _ in shape.get(first, ("n",)))
+    return f"{name}=" + "x".join("8" for _ in shape.get(name, ("n",)))

@@ -22,6 +22,7 @@ from .streams import raw
 
 _STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow",
            "NOT EQUAL": "bold red"}
+WORD = 18                                      # the least width of a column that is wrapped
 
 
 class _Console(Console):
@@ -101,16 +102,25 @@ def progress(*columns: ProgressColumn, total: float | None = None) -> Iterator[C
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table; `right` names the columns aligned right. Nothing is cut off when piped."""
+    """Print a table; `right` names the columns aligned right.
+
+    Nothing is cut off when piped, nor on a terminal too narrow for columns of whole words. Without
+    rows nothing is printed.
+    """
+    if not rows:
+        return
     out = console()
     rows = [[printable(cell) for cell in row] for row in rows]     # before the columns are measured
-    if not out.is_terminal:
+    widths = _widths(columns, rows)
+    narrowest = sum(2 + (w if _unbroken(name, right) else min(w, WORD))
+                    for name, w in zip(columns, widths))
+    if not out.is_terminal or narrowest > out.width:
         _print_aligned(columns, rows, right)
         return
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     for name in columns:
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold",
-                        no_wrap=name in right or name == "kernel")
+                        no_wrap=_unbroken(name, right))
     for row in rows:
         grid.add_row(*map(Text, row), style=_STYLES.get(row[0]) or _STYLES.get(row[-1]))
     out.print(grid, soft_wrap=False)
@@ -129,9 +139,17 @@ def devices(rows: Sequence[Device]) -> None:
 
 def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]],
                    right: Sequence[str]) -> None:
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
+    widths = _widths(columns, rows)
+    for line in (columns, *rows):
         cells = [cell.rjust(w) if name in right else cell.ljust(w)
                  for cell, w, name in zip(line, widths, columns)]
         print("  ".join(cells).rstrip())
+
+
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
+
+
+def _unbroken(column: str, right: Sequence[str]) -> bool:
+    """Is a cell of this column kept in one line? Numbers and the names of kernels are."""
+    return column in right or column == "kernel"

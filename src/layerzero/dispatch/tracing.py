@@ -20,7 +20,7 @@ from ..world.context import Override
 from ..world.snapshot import World
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
-_UNKNOWN_SIZE = 1024
+_UNKNOWN_SIZE = 1024       # stands for a size that tracing has seen no example of
 
 # Called instead of choosing and running: takes (op, values, facts, override), returns what stands
 # for the result.
@@ -50,8 +50,10 @@ def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | 
 
 
 def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
-    """Check the rules on the symbols, which guards on the answers; not those that a transform
-    repairs."""
+    """Check the kernel's rules on the symbols; torch then guards the graph by each answer.
+
+    Rules that a transform of the inputs repairs, and rules about the device, are not checked.
+    """
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)

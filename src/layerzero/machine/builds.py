@@ -150,8 +150,7 @@ def _dependencies(name: str) -> frozenset[str]:
     """
     seen, pending = {name}, [name]
     while pending:
-        imports = {m for m in _direct_imports(pending.pop()) if not m.startswith("layerzero.spec")
-                   and _file_of(m)}
+        imports = _direct_imports(pending.pop())
         pending += imports - seen
         seen |= imports
     return frozenset(seen)
@@ -164,8 +163,7 @@ _IMPORT = re.compile(
 
 @lru_cache(maxsize=None)
 def _direct_imports(name: str) -> frozenset[str]:
-    """Returns the names in the same package that a module's imports could mean; not all are
-    modules."""
+    """Returns the modules of the same package that a module imports itself, without spec/."""
     path, top = _file_of(name), name.partition(".")[0]
     if path is None:
         return frozenset()
@@ -181,7 +179,8 @@ def _direct_imports(name: str) -> frozenset[str]:
         base = ".".join([*folder.split(".")[:len(folder.split(".")) - level + 1] * bool(level),
                          *filter(None, [source[level:]])])
         modules.update((base, *(f"{base}.{item}" for item in listed)))
-    return frozenset(m for m in modules if m.partition(".")[0] == top)
+    return frozenset(m for m in modules if m.partition(".")[0] == top
+                     and not m.startswith("layerzero.spec") and _file_of(m))
 
 
 def _file_of(name: str) -> Path | None:

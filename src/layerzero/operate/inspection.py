@@ -21,7 +21,7 @@ from ..machine.isolation import pool
 from ..selection.score import with_casts
 from ..spec.codec import Record
 from ..spec.device import Device
-from ..spec.display import Cells, Displayed
+from ..spec.display import Cells, Displayed, plural
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
@@ -126,7 +126,7 @@ def _notes(step: Step, dispatcher: Dispatcher, world: worlds.World) -> Iterator[
     elif failures and last is not None:
         yield f"{failures} of its last calls failed; last: {last.got}"
     if times := dispatcher.ledger.fallbacks.get(step.kernel):
-        yield f"served {times} calls as a fallback"
+        yield f"served {plural(times, 'call')} as a fallback"
 
 
 def _with_device(world: worlds.World, device: Device | None) -> worlds.World:
@@ -349,7 +349,8 @@ def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:
 
 
 def _version() -> str:
-    return loading.installed_version("layerzero") or "unknown"
+    """Returns the installed release; of a source tree that is not installed, the tree's own."""
+    return loading.installed_version("layerzero") or str(sys.modules["layerzero"].__version__)
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,7 +26,7 @@ from ..files.calls import load_calls
 from ..machine import faults, hardware
 from ..spec.call import Call
 from ..spec.codec import Record, encode
-from ..spec.display import Displayed
+from ..spec.display import Displayed, plural
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.event import Fallback, WarmupSkipped
 from ..spec.kernel import Kernel
@@ -123,7 +123,7 @@ class WarmupReport(Displayed):
         counts = ", ".join(f"{len(outcomes)} {state}"
                            for state in ("ready", "waiting", "failed", "skipped")
                            if (outcomes := self._in(state)))
-        lines = [f"warm-up of {len(self._outcomes)} calls: {counts or 'nothing to do'}"]
+        lines = [f"warm-up of {plural(len(self._outcomes), 'call')}: {counts or 'nothing to do'}"]
         for o in self._outcomes:
             parts = [o.state, o.kernel, f"{o.seconds:.1f} s" if o.compiled else "", o.why,
                      *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..files.reading import read_json
 from ..spec.device import Device
+from ..spec.display import plural
 from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
@@ -44,8 +45,9 @@ class ShippedTable:
 
     @property
     def title(self) -> str:
-        threads = f", {self.device['threads']} threads" if "threads" in self.device else ""
-        return f"{self.device['name']}{threads}, {self.date}"
+        threads = self.device.get("threads")
+        measured_on = f", {plural(threads, 'thread')}" if threads else ""
+        return f"{self.device['name']}{measured_on}, {self.date}"
 
     @property
     def kinds(self) -> int:
@@ -59,7 +61,7 @@ class ShippedTable:
         """Returns why the table does not apply here; "" if it does."""
         measured_threads = self.device.get("threads", threads)
         if measured_threads != threads:
-            return f"measured on {measured_threads} threads, here are {threads}"
+            return f"measured on {plural(measured_threads, 'thread')}, torch has {threads} here"
         installed = {"torch": device.torch_version, "driver": device.driver_version}
         return "; ".join(
             f"measured with {name} {self.versions[name]}, here is {version or 'an unknown one'}"
@@ -76,8 +78,9 @@ class ShippedTable:
                 if name not in ("torch", "driver")}
 
 
-def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
-    """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped."""
+def read(path: Path, ops: Mapping[str, Op], wanted_for: Device | None = None) -> ShippedTable:
+    """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped, and so are
+    all rows if it is for another device model than the one it is wanted for."""
     data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(
@@ -97,12 +100,15 @@ def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
         rates = Rates(*map(float, data["rates"]))
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"rates must be numbers > 0, got {data['rates']!r}")
+        table = ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]),
+                             rates, rows=())
+        if wanted_for is not None and not table.is_for(wanted_for):
+            return table
         rows = tuple(m.checked() for row in data["rows"] for m in _measurements(row, kernels, ops))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
         raise DataError(
             f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
-    return ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]), rates,
-                        rows)
+    return replace(table, rows=rows)
 
 
 def _measurements(row: list[Any], kernels: list[str],

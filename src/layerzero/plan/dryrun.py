@@ -18,7 +18,7 @@ from ..dispatch import tracing
 from ..machine import hardware
 from ..spec.call import Call, TensorSpec
 from ..spec.codec import Record
-from ..spec.display import Cells, Displayed
+from ..spec.display import Cells, Displayed, plural
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from ..world import snapshot as worlds
@@ -60,7 +60,8 @@ class DryRun(Displayed, Record, names={"rows": "calls"}):
         return tuple(row.call for row in self.rows)
 
     def _headline(self) -> str:
-        return f"{sum(row.count for row in self.rows)} lz calls of {len(self.rows)} kinds"
+        calls = sum(row.count for row in self.rows)
+        return f"{plural(calls, 'lz call')} of {plural(len(self.rows), 'kind')}"
 
     def _cells(self) -> Cells:
         return ("calls", "operation", "kernel", "us", "from", "shapes"), [

@@ -29,6 +29,7 @@ from ..operate.readiness import (
 from ..perf.interface import StoreError
 from ..selection.engine import is_warm
 from ..spec.call import Call
+from ..spec.display import plural
 from ..spec.errors import LayerZeroError
 from ..spec.op import Op
 from ..spec.plan import DEFAULT, PRIOR, Plan
@@ -131,7 +132,7 @@ def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], wor
         return ReadinessCheck.of("kernels",
                                  "a kernel that may serve each call, and those that policy locks",
                                  findings,
-                        f"{len(decided)} calls, served by {', '.join(served)}")
+                        f"{plural(len(decided), 'call')}, served by {', '.join(served)}")
     context = world.selection_context(kind, None)
     able = {op.name: world.roster(op, kind, context).viable for op in world.catalog.ops.values()}
     findings += [ReadinessFinding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")

@@ -25,6 +25,7 @@ from ..machine.loading import installed_version
 from ..spec.call import Call
 from ..spec.codec import At, Check, Count, Record, Text, encode, encode_fields, one_of, read_fields
 from ..spec.device import Device
+from ..spec.display import plural
 from ..spec.errors import DataError
 from ..spec.kernel import Kernel
 from ..spec.plan import Score, Step, Transform
@@ -315,8 +316,8 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
                              str(path))
 
     def __str__(self) -> str:
-        return (f"table {self.id}: {len(self.rows)} rows of {len(self.by_op)} ops for "
-                f"{self.stamp.device.name}")
+        return (f"table {self.id}: {plural(len(self.rows), 'row')} of "
+                f"{plural(len(self.by_op), 'op')} for {self.stamp.device.name}")
 
 
 def distribution_of(kernel: Kernel) -> str:

@@ -214,6 +214,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
         raise ConfigError(f"a soak wants seconds > 0, got {seconds!r}")
     if threads < 1:
         raise ConfigError(f"a soak wants at least one thread, got {threads}")
+    for op in ops:
+        dispatcher_of(op)                      # raises for an unknown one
     kind = hardware.probe(device).type
     report = report if report is not None else SoakReport(seconds)
     part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -222,8 +224,6 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     report.parts.append(part)
     tally = Tally()
     cases = cases_of(tuple(dict.fromkeys(("cpu", kind))), ops)
-    if not cases:
-        raise ConfigError(f"a soak needs calls, no operation is named {' or '.join(ops)}")
     with _own_world(), _counting(tally):
         disturbances = Disturbances(cases, tally, kind, rate, forks, seed)
         workers = Workers(cases, tally, threads, seed)

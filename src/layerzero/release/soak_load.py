@@ -39,10 +39,10 @@ from ..verify.kernel.contract import (
 from ..world import snapshot as worlds
 from ..world.settings import prefer
 
-CASES, DTYPES = 4, 2                           # of an operation
-MAX_FAILURES = 50                              # that are kept in words
+CASES, DTYPES = 4, 2                           # of each operation, at most
+MAX_FAILURES = 50                              # messages kept; later ones are only counted
 FLAKY = "soak.flaky"                           # kernels that fail now and then
-# of one call over and over: enough of a kind for it to be learned
+# A burst repeats one call often enough for learning to settle on a kernel.
 BURST_SECONDS, BURST_CALLS = 0.05, 400
 
 
@@ -112,7 +112,7 @@ class Case:
 
 
 def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
-    """Calls of every operation of the catalog, or of these."""
+    """Returns a few cases of every operation of the catalog, or of these."""
     cases = []
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -130,7 +130,10 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
 # Calls.
 
 def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
-    """One call in some way (a named kernel, a block with a preference), judged."""
+    """Makes one call and judges the result.
+
+    how: "reference" prefers that kernel in a block, "strict" passes a policy, "" does neither.
+    """
     public = dispatcher_of(case.op.name).public
     try:
         if how == "reference":
@@ -149,10 +152,10 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
         tally.fail("wrong results", f"{case}: {wrong}")
 
 
-def new_size(chance: random.Random, tally: Tally) -> None:
-    """A call of a size that hardly came before: choices are made, remembered and forgotten all the
-    time."""
-    x = torch.randn(chance.randrange(1, 9), chance.randrange(8, 1024))
+def call_new_size(rng: random.Random, tally: Tally) -> None:
+    """Calls with a size that hardly came before, so that choices are made, remembered and
+    forgotten all the time."""
+    x = torch.randn(rng.randrange(1, 9), rng.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:
         result, expected = public(x), dispatcher_of("rms_norm").op.reference(x)
@@ -164,8 +167,8 @@ def new_size(chance: random.Random, tally: Tally) -> None:
         tally.fail("wrong results", f"lz.rms_norm {tuple(x.shape)}")
 
 
-def mistake(tally: Tally) -> None:
-    """A call that the contract forbids: it is refused, and costs nobody else anything."""
+def call_wrongly(tally: Tally) -> None:
+    """Makes a call that the contract forbids, which must be refused."""
     try:
         dispatcher_of("rms_norm").public(torch.ones(2, 8), torch.ones(7))
     except InvalidCall:
@@ -176,8 +179,8 @@ def mistake(tally: Tally) -> None:
         tally.fail("mistakes not refused", "a weight of 7 for rows of 8 was accepted")
 
 
-def burst(case: Case, tally: Tally) -> None:
-    """The same call over and over, as a decode loop makes it; the first and the last are checked.
+def call_in_burst(case: Case, tally: Tally) -> None:
+    """Makes the same call over and over, as a decode loop does, and checks the first and the last.
     """
     call_and_check(case, tally)
     public, end, n = dispatcher_of(case.op.name).public, time.monotonic() + BURST_SECONDS, 0
@@ -230,7 +233,7 @@ class Workers:
                 thread.join(seconds)
 
     def _run(self, i: int) -> None:
-        chance, idle = random.Random(self._seed * 1000 + i), self._idle[i]
+        rng, idle = random.Random(self._seed * 1000 + i), self._idle[i]
         with warnings.catch_warnings(), torch.no_grad():
             while not self.stop.is_set():
                 if not self._go.is_set():
@@ -238,17 +241,16 @@ class Workers:
                     self._go.wait()
                     idle.clear()
                     continue
-                kind = chance.random()
+                kind = rng.random()
                 if kind < 0.05:
-                    mistake(self.tally)
+                    call_wrongly(self.tally)
                 elif kind < 0.25:
-                    new_size(chance, self.tally)
+                    call_new_size(rng, self.tally)
                 elif kind < 0.30:
-                    burst(chance.choice(self.cases), self.tally)
+                    call_in_burst(rng.choice(self.cases), self.tally)
                 else:
-                    call_and_check(chance.choice(self.cases), self.tally,
-                                   chance.choice(("", "", "", "reference",
-                                                                                         "strict")))
+                    call_and_check(rng.choice(self.cases), self.tally,
+                                   rng.choice(("", "", "", "reference", "strict")))
         idle.set()
 
 
@@ -258,7 +260,7 @@ class Flaky:
     """A right kernel that fails in a share of its calls: a fault of its own, or out of memory."""
 
     def __init__(self, op: Op, rate: float, seed: int = 0, jit: bool = False) -> None:
-        self.op, self.rate, self.failed, self._chance = op, rate, 0, random.Random(seed)
+        self.op, self.rate, self.failed, self._rng = op, rate, 0, random.Random(seed)
         # compiled once under a name
         name = f"{FLAKY}_{op.name}_{seed % 64}" if jit else f"{FLAKY}_{op.name}"
         self.kernel = Kernel(name, op, self._load, prior=1e6, less_work="it fails now and then",
@@ -269,7 +271,7 @@ class Flaky:
         reference = self.op.reference
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            drawn = self._chance.random()
+            drawn = self._rng.random()
             if drawn < self.rate:
                 self.failed += 1
                 raise torch.OutOfMemoryError("soak") if drawn < self.rate / 4 else RuntimeError(
@@ -281,7 +283,7 @@ class Flaky:
 
 
 def other_breakers() -> list[str]:
-    """Kernels out of service that no fault was planted in."""
+    """Returns the kernels out of service that no fault was planted in."""
     return sorted(name for name in worlds.current().health if not name.startswith("soak"))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from .formats import format_plural, format_share, format_time
+from ..spec.display import plural
+from .formats import format_share, format_time
 from .overview import CallKind, Overview
 
 MAX_COMMANDS = 5
@@ -60,7 +61,7 @@ def _measure(overview: Overview, words: str) -> Iterator[Advice]:
         expected = sum(kind.expected_us for kind in unmeasured)
         share = expected / (expected + overview.total.us) if expected else 0.0
         yield Advice(f"lz tune {words}",
-                     f"{format_plural(len(unmeasured), 'kind')} of call of this workload "
+                     f"{plural(len(unmeasured), 'kind')} of call of this workload "
                      f"{'is' if len(unmeasured) == 1 else 'are'} not measured, expected to take "
                      f"{format_share(share)} of its time.")
     elif not overview.kinds:

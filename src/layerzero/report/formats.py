@@ -40,9 +40,5 @@ def format_percent(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}%}"
 
 
-def format_plural(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def format_sizes(sizes: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in sizes.items())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..spec.display import plural
 from .advice import advise
-from .formats import format_plural, format_ratio, format_time
+from .formats import format_ratio, format_time
 from .overview import CallKind, KernelTiming, Overview
 from .roofline import plot, plotted
 from .style import STEPS, heat_step
@@ -41,7 +42,7 @@ def headline(overview: Overview) -> tuple[str, str]:
     name = overview.workload.name if overview.workload else "each measured kind of call once"
     times = f"{format_time(compared.us)} instead of {format_time(total.torch_us)}"
     if len(compared.kinds) < len(total.kinds):
-        name += f" ({len(compared.kinds)} of {format_plural(len(total.kinds), 'kind')})"
+        name += f" ({len(compared.kinds)} of {plural(len(total.kinds), 'kind')})"
     claim = "As fast as torch"
     if abs(total.gain - 1.0) >= EVEN:
         word, ratio = ("faster", total.gain) if total.gain > 1.0 else ("slower", 1.0 / total.gain)
@@ -54,7 +55,7 @@ def _bar_width(us: float, longest: float) -> str:
 
 
 def _notes(candidate: KernelTiming, kind: CallKind) -> str:
-    notes = [format_plural(candidate.samples, "sample")]
+    notes = [plural(candidate.samples, "sample")]
     if not candidate.first_look:               # a few samples say nothing of their spread
         notes = [f"spread {candidate.spread:.0%}", f"trust {candidate.trust:.2f}", *notes]
     if candidate.compile_us:

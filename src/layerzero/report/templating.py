@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..spec.display import plural
 from ..spec.errors import ConfigError
 from .formats import (
     format_number,
     format_percent,
-    format_plural,
     format_rate,
     format_ratio,
     format_share,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("templates")
 FILTERS: Mapping[str, Callable[..., object]] = {
     "breakable": breakable, "number": format_number, "percent": format_percent,
-    "plural": format_plural, "rate": format_rate, "ratio": format_ratio, "share": format_share,
+    "plural": plural, "rate": format_rate, "ratio": format_ratio, "share": format_share,
     "signed_time": format_signed_time, "sizes": format_sizes, "time": format_time}
 
 

@@ -11,6 +11,11 @@ _STYLE = "text-align:left; vertical-align:top"
 _LONGEST = 160                                 # characters of a repr
 
 
+def plural(n: int, noun: str) -> str:
+    """Returns "1 call" or "2 calls"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 class Displayed:
     """Base of results that have more to tell than fits in a line."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..perf.record import EAGER, Measurement, Rates
 from ..spec.call import Call
 from ..spec.codec import Record
-from ..spec.display import Cells, Displayed
+from ..spec.display import Cells, Displayed, plural
 from ..spec.plan import Rejected
 from ..spec.reason import Reason
 from .harness import Ratio, TimingSummary
@@ -77,7 +77,10 @@ class Tuned(Record,
         """The confidence, in words."""
         if self.tied:
             return f"tie with {', '.join(self.tied)}"
-        return "no other" if len(self.kernels) == 1 else f"{self.sure:.0%} sure"
+        if len(self.kernels) == 1:
+            return "no other"
+        rounds = self.winner.summary.samples
+        return f"{self.sure:.0%} sure" if rounds > 1 else "one round only"
 
     def to_json(self) -> dict[str, Any]:
         us = self.winner.summary.median
@@ -129,7 +132,7 @@ class TuneReport(Displayed, Record):
     @property
     def closing(self) -> str:
         """The last line of the text: how much was done, and what is left."""
-        parts = [f"{len(self.tuned)} kinds of call tuned in {self.seconds:.1f} s"]
+        parts = [f"{plural(len(self.tuned), 'kind')} of call tuned in {self.seconds:.1f} s"]
         if self.already:
             parts.append(f"{len(self.already)} were measured before")
         if self.skipped:

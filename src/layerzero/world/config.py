@@ -190,7 +190,8 @@ def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -
     try:
         text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
     except ConfigError as e:
-        raise PolicyValidationError(f"{e}; correct the file or unset LAYERZERO_POLICY") from e
+        raise PolicyValidationError(f"{e}; correct it, or name another file (LAYERZERO_POLICY, "
+                                    "lz.load_config)") from e
     reader = _Reader(Path(path), text, ops)
     layer = reader.layer()
     ordered = [f"{path}:{line}: {message}"

@@ -34,6 +34,7 @@ from ..perf.record import (
 )
 from ..selection.policy import Policy
 from ..spec.device import Device
+from ..spec.display import plural
 from ..spec.errors import ConfigError
 from ..spec.event import Event, StoreRecovered, StoreTrouble
 from ..spec.op import Op
@@ -339,7 +340,7 @@ def status() -> StoreStatus:
     if trouble is not None:
         return StoreStatus(False, f"{trouble.store}: {trouble.problem}", trouble.action)
     target = location(world.policy)
-    count = f"{len(world.perf)} measurements in use"
+    count = f"{plural(len(world.perf), 'measurement')} in use"
     if target is None:
         return StoreStatus(True, f"{count}; perfdb is {OFF}, nothing is kept")
     aside = (sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path)

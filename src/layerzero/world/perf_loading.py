@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -114,17 +114,18 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
     """Returns the measurements of these kernels in their present builds, stored and unsaved, and
     what went wrong."""
     days = policy.setting("perfdb_ttl")
-    builds, since = {k.id: build_of(k) for k in kernels}, state.now() - days * DAY if days else 0.0
-    view, trouble = _read(policy, builds, since)
+    since = state.now() - days * DAY if days else 0.0
+    view, trouble = _read(policy, kernels, since)
     state.reading = trouble
-    unsaved = state.unsaved
-    rows = [m for m in unsaved.rows.values() if m.build == builds.get(m.kernel) and m.at >= since]
+    unsaved, by_id = state.unsaved, {k.id: k for k in kernels}
+    rows = [m for m in unsaved.rows.values()
+            if m.kernel in by_id and m.build == build_of(by_id[m.kernel]) and m.at >= since]
     if rows or unsaved.rates:
         view = view.including(rows, {place: rates for place, (rates, _) in unsaved.rates.items()})
     return view, [trouble] if trouble is not None else []
 
 
-def _read(policy: Policy, builds: Mapping[str, str],
+def _read(policy: Policy, kernels: Sequence[Kernel],
           since: float) -> tuple[PerfView, StoreTrouble | None]:
     try:
         target = location(policy)
@@ -134,6 +135,7 @@ def _read(policy: Policy, builds: Mapping[str, str],
         name = without_password(policy.setting("perfdb"))
         return PerfView(), _trouble(name, e, "choices are made without measurements")
 
+    builds = {k.id: build_of(k) for k in kernels}      # reads the source of each
     damaged = DamagedRows(target)
     try:
         with open_location(target, READ_SECONDS, read_only=True) as store:
@@ -228,17 +230,18 @@ def shipped_measurements(catalog: Catalog, device: Device, place: str) -> Shippe
 def shipped_table(catalog: Catalog, device: Device) -> tuple[ShippedTable | None, str]:
     """Returns the table for this device model, and why it does not apply here ("" if it does)."""
     threads = torch.get_num_threads()
-    matching = [table for table in tables(catalog) if table.is_for(device)]
+    matching = [table for table in tables(catalog, device) if table.is_for(device)]
     refusals = [(table, table.refusal(device, threads, satisfies)) for table in matching]
     return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
 
 
-def tables(catalog: Catalog) -> tuple[ShippedTable, ...]:
-    """Returns every table of the package. One that cannot be read is skipped with an event."""
+def tables(catalog: Catalog, device: Device) -> tuple[ShippedTable, ...]:
+    """Returns every table of the package, with the rows of those for this device model. One that
+    cannot be read is skipped with an event."""
     valid = []
     for path in sorted(files.FOLDER.glob("*.json")):
         try:
-            table = files.read(path, catalog.ops)
+            table = files.read(path, catalog.ops, device)
             if invalid := [text for text in table.versions.values() if not is_version_range(text)]:
                 raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got "
                                 f"{', '.join(invalid)}")

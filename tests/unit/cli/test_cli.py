@@ -83,7 +83,7 @@ def test_offsets_are_whole_numbers_by_default():
     (("w=8",), "'w' may be window_left or window_right"),
     (("qery=8x8",), "did you mean 'query'?"),
     (("q=1x8x1x64", "query=1x8x1x64"), "given twice"),
-    (("q=1x8x1x64",), "needs key, value"),
+    (("q=1x8x1x64",), "needs key, value; write it like key=8x8x8x8"),
     (("q=1x-8",), "must be a shape such as"),
     (("q=1 x 8",), "must be a shape such as"),
     (("is_causal=maybe",), "must be true or false"),
@@ -136,6 +136,7 @@ def test_a_kernel_that_cannot_serve_is_the_answer_no(run):
     code, out, _ = run("explain", *asked)
     assert code == 1
     assert "lz.attention -> no kernel" in out
+    assert out.splitlines()[1].startswith("   x flash_attn.v2 ")     # what was asked about
     code, out, err = run("which", *asked)
     assert (code, out) == (1, "")
     assert err.startswith("no kernel can serve this call")

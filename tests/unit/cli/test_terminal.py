@@ -119,6 +119,14 @@ def test_a_line_of_work_and_its_name_are_safe():
     assert text.count("\\x1b]0;owned\\x07") >= 2 and "\x1b]0" not in text and "\a" not in text
 
 
+def test_a_narrow_terminal_breaks_no_word_and_no_number(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    columns, row = ("kernel", "us", "why"), ("torch.sdpa_flash_packed", "123456.78", "shipped")
+    text = terminal_output(lambda: show.table(columns, [row], right=("us",)))
+    assert text.splitlines()[1] == "  ".join(row)
+    assert terminal_output(lambda: show.table(columns, [])) == ""
+
+
 def test_a_pipe_gets_a_models_text_as_it_is():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), streams.escape_output():

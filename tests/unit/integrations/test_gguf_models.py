@@ -336,6 +336,11 @@ def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
             read_model(replace(file, metadata={**file.metadata, **change}), torch.float32)
     with pytest.raises(lz.errors.DataError, match="wanted the tensor output_norm"):
         lz.load_gguf(write(tmp_path / "m.gguf", "llama", model, **{"output_norm.weight": None}))
+    path = write(tmp_path / "m.gguf", "llama", model)
+    with pytest.raises(lz.errors.ConfigError, match="no hpu device is usable here"):
+        lz.load_gguf(path, device="hpu")
+    with pytest.raises(lz.errors.ConfigError, match=r"\(role, content\) pairs.*got 'hello'"):
+        lz.load_gguf(path).chat("hello")
 
 
 def test_rows_go_to_pairs_and_back():

@@ -166,7 +166,7 @@ def test_a_kernel_that_fails_is_told(world):
     lz.rms_norm(rows())
     plan = lz.explain("rms_norm", rows())
     notes = {s.kernel: s.note for s in plan.steps}
-    assert "no luck" in notes["fake.failing"] and "served 1 calls as a fallback" in notes[served_by]
+    assert "no luck" in notes["fake.failing"] and "served 1 call as a fallback" in notes[served_by]
     assert lz.stats().events["fallback"] == 1
     assert served(before, lz.stats().calls)
     for _ in range(2):

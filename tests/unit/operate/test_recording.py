@@ -287,7 +287,7 @@ def test_a_program_is_recorded_from_its_first_call(tmp_path, use_native):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "its own words\n"
     assert [(c.op, c.count) for c in read_calls(out)] == [("rms_norm", 6)]
-    assert "rms_norm: 6 calls of 1 kinds, served by" in done.stderr
+    assert "rms_norm: 6 calls of 1 kind, served by" in done.stderr
     assert done.stderr.endswith(f"Next: lz tune --calls {out}\n")
 
 

@@ -60,6 +60,16 @@ def test_grouped_heads(heads, kv_heads, causal):
           causal_align="bottom_right")
 
 
+@pytest.mark.parametrize(("isa", "claims"), [(("avx2",), True), (("neon", "dotprod"), False)])
+def test_packing_heads_is_claimed_to_be_less_work_where_it_is(isa, claims):
+    """Since torch 2.9, whose own kernel takes fewer KV heads, it does not pay everywhere."""
+    plan = lz.explain("attention", *qkv(1, 512, heads=8, kv_heads=2),
+                      on=lz.Device("cpu", 0, "any", "unknown", isa=isa))
+    packed = next(s for s in plan.steps if s.kernel == "torch.sdpa_flash_packed")
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+    assert (packed.score.source == "less work") is (claims or old)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (3, 2), (2, 4)])
 def test_heads_that_do_not_divide_are_named(heads, kv_heads):
     error = refused(*qkv(heads=heads, kv_heads=kv_heads))

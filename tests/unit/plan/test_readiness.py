@@ -93,8 +93,8 @@ def test_calls_may_come_from_a_file(tmp_path):
 
     path = tmp_path / "calls.jsonl"
     write_calls(path, [CALL])
-    assert "1 calls, served by" in lz.readiness_check(path, "cpu")["kernels"].got
-    assert "1 calls" in lz.readiness_check(CALL, "cpu")["kernels"].got
+    assert "1 call, served by" in lz.readiness_check(path, "cpu")["kernels"].got
+    assert "1 call," in lz.readiness_check(CALL, "cpu")["kernels"].got
     with pytest.raises(lz.errors.ConfigError, match=r"wanted calls \(lz.testing.Call\)"):
         lz.readiness_check([{"op": "rms_norm"}], "cpu")
 

@@ -332,7 +332,7 @@ def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys
         worlds.current().catalog.by_id[i].baseline
         for i in ("torch.rms_norm", "reference.rms_norm")]
     assert "★ torch.rms_norm" in page.text and "2023-11-1" in page.text
-    assert "2 measurements of 1 kinds of call" in capsys.readouterr().out
+    assert "2 measurements of 1 kind of call" in capsys.readouterr().out
 
 
 def test_every_kernel_that_cannot_run_here_is_on_the_page_with_its_reason(world, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -487,6 +488,28 @@ def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_
     slow.before = mark
     assert {k.kernel for k in tune([norm()]).tuned[0].kernels} == {"fake.quick", "fake.slow",
                                                                    "fake.never"}
+
+
+def test_compiling_that_takes_all_the_time_leaves_the_others_their_rounds(script, monkeypatch):
+    jit, one, two = (script.fake("fake.jit", 5.0, jit=True, prior=90.0),
+                     script.fake("fake.one", 10.0), script.fake("fake.two", 20.0))
+    mark, now = jit.before, [0.0]
+    clock = SimpleNamespace(**{**vars(time), "perf_counter": lambda: now[0]})
+    for module in (tuner, contest, harness):
+        monkeypatch.setattr(module, "time", clock)
+    jit.before = lambda: (mark(), now.append(now.pop() + 60.0))
+    serve(jit, one, two)
+    tuned = tune([norm()], seconds=30.0).tuned[0]
+    assert (tuned.best, tuned.no_time_for) == ("fake.one", ("fake.jit",))
+    assert [k.summary.samples for k in tuned.kernels] == [contest.FIRST_ROUNDS] * 2
+
+
+def test_one_round_makes_nobody_sure(script):
+    serve(script.fake("fake.one", 10.0), script.fake("fake.two", 20.0))
+    tuned = tune([norm()]).tuned[0]
+    assert tuned.certainty == "100% sure"
+    once = [replace(k, summary=replace(k.summary, samples=1)) for k in tuned.kernels]
+    assert replace(tuned, kernels=tuple(once)).certainty == "one round only"
 
 
 def test_a_kernel_that_is_expected_to_take_longer_than_what_is_left_does_not_begin(script):

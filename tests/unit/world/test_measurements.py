@@ -495,7 +495,7 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     data = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
     assert data == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
     assert run("perf", "prune", "--older-than", "30", "--kernel",
-               "fake.*")[1] == "1 measurements removed\n"
+               "fake.*")[1] == "1 measurement removed\n"
     assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"
     with SqliteStore(perfdb) as store:
         assert store.environments() == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...files.reading import read_json
@@ -126,22 +127,20 @@ def show_plan(plan: Plan) -> None:
         show.text(str(plan))
         return
     show.heading(str(plan).splitlines()[0])
-    rows = [("->" if i == 0 else "", step.kernel, f"{step.score.total_us:.2f} us", "; ".join(
-        part for part in (step.score.source, "after " + ", ".join(map(str, step.transforms))
-                          if step.transforms else "",
-                          step.note) if part)) for i, step in enumerate(plan.steps)]
-    rows += [("x", r.kernel, "", "; ".join(map(str, r.reasons))) for r in plan.rejected]
-    show.table(("", "kernel", "expected", "why"), rows, right=("expected",))
+    columns, rows = plan._cells()
+    show.table(columns, [tuple(map(str, row)) for row in rows], right=("expected",))
 
 
 def _plan(op: str, words: Sequence[str], dtype: str, device: str | None, backend: str | None,
           on: Path | None) -> Plan:
     declared = inspection.dispatcher_of(op).op
-    if backend is not None:
-        find_kernels(backend, worlds.current().catalog.op_of_kernel, op, "--backend")
+    named = () if backend is None else find_kernels(
+        backend, worlds.current().catalog.op_of_kernel, op, "--backend")
     machine = _device_file(on) if on is not None else hardware.probe(device_kind(device))
-    return inspection.explain(op, backend=backend, on=machine, **parse_call(
+    plan = inspection.explain(op, backend=backend, on=machine, **parse_call(
         declared, words, resolve_dtype(dtype, device)))
+    # the reader asked about these: their reasons come first
+    return replace(plan, rejected=tuple(sorted(plan.rejected, key=lambda r: r.kernel not in named)))
 
 
 def _device_file(path: Path) -> Device:

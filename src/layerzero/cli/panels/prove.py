@@ -147,7 +147,9 @@ def peer(
 ) -> None:
     """A real model through lz against the same weights in transformers' own Llama."""
     if check not in PEER_CHECKS:
-        raise ConfigError(f"lz verify peer takes one of {', '.join(PEER_CHECKS)}, got {check!r}")
+        other = "; lz verify --peer llama.cpp compares with that" if check == "llama.cpp" else ""
+        raise ConfigError(f"lz verify peer takes one of {', '.join(PEER_CHECKS)}, got "
+                          f"{check!r}{other}")
     if model == "none":
         raise ConfigError("lz verify peer wants a real model: a GGUF file, or SmolLM2 by default; "
                           "got none")

@@ -102,7 +102,7 @@ def generate(
     as_json: o.Json = False,
 ) -> None:
     """Run a model through lz; print its text and tokens/s."""
-    is_file = words.endswith(".gguf") and (bool(prompt) or chat)
+    is_file = words.endswith(".gguf")
     if (is_file and model is not None) or (words and prompt and not is_file):
         raise ConfigError(f"lz generate takes one prompt and one model, got {words!r} beside "
                           f"{'--model' if is_file else '--prompt'}")

@@ -77,6 +77,9 @@ def module() -> Any:
         compiled = store.import_library("layerzero.dispatch.native.fastpath", *parts)
     except FileNotFoundError:
         return None
+    except NotADirectoryError as e:
+        _problem.append(f"LAYERZERO_CACHE_DIR must be a folder, and {e.filename} is a file")
+        return None
     except DataError as e:
         _problem.append(f"built but refused: {e}")
         return None
@@ -120,7 +123,8 @@ def status() -> NativeStatus:
     if _problem:
         return NativeStatus(
             False, True, f"{_problem[0]}; calls go through pure Python",
-            "build it again: lz build --force"
+            "name a folder, or unset it" if _problem[0].startswith("LAYERZERO_CACHE_DIR")
+            else "build it again: lz build --force"
         )
     return NativeStatus(
         False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)",

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...backends.native import build as native_build
 from ...backends.native import ggml
 from ...files.reading import no_panic
+from ...machine import hardware
 from ...models.decoder import Decoder, OpCaller, PastKV
 from ...models.decoder_config import DecoderConfig, Weights
 from ...models.positions import rope_tables
@@ -104,6 +105,11 @@ class GGUFModel:
 
     def chat(self, *messages: tuple[str, str]) -> str:
         """Render (role, content) pairs up to the beginning of the assistant's answer."""
+        for message in messages:
+            if (not isinstance(message, (tuple, list)) or len(message) != 2
+                    or not all(isinstance(part, str) for part in message)):
+                raise ConfigError("chat takes (role, content) pairs, such as "
+                                  f"('user', 'Hello'); got {message!r}")
         if not self.template:
             raise DataError(f"{self.name} has no chat template; give the text itself (raw)")
         return chat_template.render(self.template, messages, self.name,
@@ -192,7 +198,9 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float3
                           f"{activations!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"load_gguf takes dtype {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    file, on_cpu = read_gguf_file(path), torch.device(device).type == "cpu"
+    place = torch.device(device)
+    hardware.probe(place.type, place.index or 0)       # raises where there is no such device
+    file, on_cpu = read_gguf_file(path), place.type == "cpu"
     packs = on_cpu and activations != "none" and native_build.is_built() is True
     config, weights = read_model(file, dtype, ggml.FORMATS if packs else ())
     if not on_cpu:

@@ -28,8 +28,10 @@ _NUMBERS = {bool: "bool", int: "int32", float: "float32"}
 
 def export(op: Op | str, case: Mapping[str, Any] | None = None,
            dtype: str = "float32") -> Definition:
-    """A definition of one case of the operation, the first if none is given; DataError where the
-    schema cannot."""
+    """Returns a definition of one case of the operation, the first if none is given.
+
+    DataError names an argument or a dtype that the schema has no type for.
+    """
     declared = dispatcher_of(op).op if isinstance(op, str) else op
     if declared.read is not None:
         raise DataError(
@@ -45,11 +47,11 @@ def export(op: Op | str, case: Mapping[str, Any] | None = None,
     results = results_of(declared.meta(**values))
     sizes: dict[str, int] = {}
     variant = values[declared.variant] if declared.variant else ""
-    shapes = {n: _named(declared.patterns[variant].get(n, ()), t, n, sizes)
+    shapes = {n: _axis_names(declared.patterns[variant].get(n, ()), t, n, sizes)
               for n, t in tensors.items()}
     patterns = declared.result_patterns.get(variant, ())
     names = ["output"] if len(results) == 1 else [f"output_{i}" for i in range(len(results))]
-    outs = {n: _named(patterns[i] if i < len(patterns) else (), t, n, sizes)
+    outs = {n: _axis_names(patterns[i] if i < len(patterns) else (), t, n, sizes)
             for i, (n, t) in enumerate(zip(names, results))}
     # of one tensor alone: the operation has no name for it
     own = {n for n in sizes if re.search(r"_dim\d+$", n)}
@@ -75,11 +77,11 @@ def _schema_dtype(op: Op, name: str, tensor: Tensor) -> str:
     return dtype
 
 
-def _named(tokens: Sequence[str], tensor: Tensor, owner: str,
-           sizes: dict[str, int]) -> tuple[str, ...]:
-    """The axes of a tensor.
+def _axis_names(tokens: Sequence[str], tensor: Tensor, owner: str,
+                sizes: dict[str, int]) -> tuple[str, ...]:
+    """Returns the names of a tensor's axes, and adds their sizes to `sizes`.
 
-    A name that has another size elsewhere (as one that is broadcast) gets one of its own.
+    An axis whose name has another size elsewhere, as a broadcast one, gets a name of its own.
     """
     names: list[str] = []
     spare = tensor.dim() - sum(not t.startswith("*") for t in tokens)
@@ -109,7 +111,7 @@ def _reference(op: Op, inputs: Sequence[str], fixed: Mapping[str, Any]) -> str:
 
 
 def fixed_arguments(definition: Definition) -> dict[str, Any]:
-    """What an exported reference fixes, read without running it."""
+    """Returns the arguments that an exported reference fixes, read without running it."""
     for node in ast.parse(definition.reference).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FIXED":
             fixed: dict[str, Any] = ast.literal_eval(node.value)
@@ -118,7 +120,7 @@ def fixed_arguments(definition: Definition) -> dict[str, Any]:
 
 
 def case_inputs(definition: Definition, seed: int, device: str) -> dict[str, Any]:
-    """The inputs of the case that the definition was made of."""
+    """Returns the inputs of the case that the definition was made of."""
     op = dispatcher_of(definition.tag("lz_op")).op
     case = {k: tuple(v) if isinstance(v, list) else v
             for k, v in json.loads(definition.tag("lz_case")).items()}

@@ -30,13 +30,14 @@ from .styles import OPS, STYLE_NOTES, STYLES, DecodeLayer
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # our error may be this many times torch's
-MAX_SECONDS = 0.8                              # for one measurement; twice that for the block
+MAX_SECONDS = 0.8                              # to measure one operation; the block gets twice that
 MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one measurement
 
 
 @dataclass(frozen=True)
 class ServedOp:
-    """One operation of one step: its plan, and the kernels that ran by the counters."""
+    """One operation of one step: its plan, its timings, and the kernels that the call counters
+    say have run."""
 
     plan: Plan
     kernels: tuple[str, ...]
@@ -88,7 +89,7 @@ def run_demo(device: str, seconds: float, as_json: bool) -> int:
     began = time.perf_counter()
     end = began + seconds
     diagnosis = inspection.doctor()
-    # threads wait for each other where other work takes a core
+    # one core is left to other programs: else the threads of a product wait for the slowest
     if device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     with torch.no_grad():

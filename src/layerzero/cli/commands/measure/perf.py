@@ -12,6 +12,7 @@ from ....machine import hardware
 from ....perf.ownership import SQLITE
 from ....perf.record import Measurement
 from ....plan.places import places
+from ....spec.display import plural
 from ....spec.errors import DataError
 from ....spec.names import names_kernel
 from ....world import measurements
@@ -72,14 +73,15 @@ def prune(kernel: str, older_than: float | None, everything: bool, dry_run: bool
                 everything or m.at < before or standing.of(m).startswith(("stale", "expired")))
 
         count = sum(map(unwanted, store.rows())) if dry_run else store.prune(unwanted)
-    return _say(as_json, f"{count} measurements {'would be ' if dry_run else ''}removed",
+    return _say(as_json, f"{plural(count, 'measurement')} {'would be ' if dry_run else ''}removed",
                 removed=0 if dry_run else count, matched=count)
 
 
 def export(path: Path, as_json: bool) -> int:
     with measurements.open_store(read_only=True) as store:
         count = store.export(path)
-    return _say(as_json, f"{count} measurements written to {path}", written=count, path=str(path))
+    return _say(as_json, f"{plural(count, 'measurement')} written to {path}", written=count,
+                path=str(path))
 
 
 def import_rows(paths: Sequence[Path], as_json: bool) -> int:
@@ -93,8 +95,8 @@ def import_rows(paths: Sequence[Path], as_json: bool) -> int:
             else:
                 count = store.import_(path)
         counts[str(path)] = count
-    return _say(as_json, "\n".join(f"{n} measurements read from {p}" for p, n in counts.items()),
-                read=counts)
+    return _say(as_json, "\n".join(f"{plural(n, 'measurement')} read from {p}"
+                                   for p, n in counts.items()), read=counts)
 
 
 def _say(as_json: bool, text: str, **data: Any) -> int:

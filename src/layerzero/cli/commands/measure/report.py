@@ -15,6 +15,7 @@ from ....report.page import headline, render
 from ....report.regret import read_regret
 from ....report.saved import read_report
 from ....spec.codec import encode
+from ....spec.display import plural
 from ....spec.errors import ConfigError
 from ....tuning.workload import calls_for
 from ... import show
@@ -41,8 +42,8 @@ def report(out: Path | None = None, regret: Path | None = None, device: str | No
         return 0
     show.text(f"{page}: {', '.join(filter(None, headline(overview)))}")
     if overview.kinds:
-        show.text(f"{overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
-                  f"{overview.device}")
+        show.text(f"{plural(overview.measurements, 'measurement')} of "
+                  f"{plural(len(overview.kinds), 'kind')} of call on {overview.device}")
     for advice in advise(overview)[:1]:
         show.text(f"next: {advice.command}")
     return 0

@@ -50,7 +50,8 @@ def _show(report: TuneReport) -> None:
         show.table(("kernel", "us", "over torch", "roofline", "how sure", "before", "call"),
                    [_row(t) for t in report.tuned], right=("us", "over torch", "roofline"))
     if any(t.roofline is not None and t.roofline > 1.0 for t in report.tuned):
-        show.text("A roofline above 100% is that of memory, for data that came from a cache.")
+        show.text("A roofline above 100%: the data came from a cache, or other programs kept the "
+                  "device busy while its peak was measured.")
     for t in report.tuned:
         for kernel, reason in t.failed.items():
             show.text(f"{kernel} failed for {t.label}: {reason.message}")
@@ -68,9 +69,10 @@ def _show(report: TuneReport) -> None:
                   + ", ".join(f"{kernel} {seconds:.1f} s" for kernel, seconds in compiled.items()))
     on_fleet = isinstance(report, fleet.FleetReport)
     for place, rates in report.rates.items():
-        show.text(
-            f"{place if on_fleet else 'This device'} at best: {rates.flops_per_us / 1e6:.2f} "
-            f"TFLOP/s, {rates.bytes_per_us / 1e3:.1f} GB/s.")
+        gflops = rates.flops_per_us / 1e3
+        compute = f"{gflops / 1e3:.1f} TFLOP/s" if gflops >= 1e3 else f"{gflops:.0f} GFLOP/s"
+        show.text(f"{place if on_fleet else 'This device'} at best: {compute}, "
+                  f"{rates.bytes_per_us / 1e3:.1f} GB/s.")
     if isinstance(report, fleet.FleetReport):
         show.table(("node", "device", "place", "tuned", ""), [
             (m.node, m.device, m.place, str(m.tuned), m.problem) for m in report.machines],

@@ -18,8 +18,10 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from ....files.calls import write_calls
+from ....machine import hardware
 from ....operate.recording import VARIABLE
 from ....spec.call import Call
+from ....spec.display import plural
 from ....tuning import regret as regrets
 from ....tuning.workload import read_recordings
 from ... import show
@@ -72,9 +74,9 @@ def _report(calls: tuple[Call, ...], out: Path, next_step: str) -> None:
         served.setdefault(call.op, []).extend(part for part in call.name.split("; ") if part)
     err = show.console(sys.stderr)             # stdout is the command's
     for op, n in times.most_common():
-        err.print(f"{op}: {n} calls of {kinds[op]} kinds, {', '.join(dict.fromkeys(served[op]))}",
-                  markup=False)
-    err.print(f"{len(calls)} kinds of call are in {out}. Next: {next_step}", markup=False)
+        err.print(f"{op}: {plural(n, 'call')} of {plural(kinds[op], 'kind')}, "
+                  f"{', '.join(dict.fromkeys(served[op]))}", markup=False)
+    err.print(f"{plural(len(calls), 'kind')} of call: {out}. Next: {next_step}", markup=False)
 
 
 def regret(source: Source, *, device: str | None, seconds: float, mode: str,
@@ -95,16 +97,16 @@ def regret(source: Source, *, device: str | None, seconds: float, mode: str,
         show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode,
                       "limits": {"median": median, "p95": p95}, **report.to_json()})
     else:
-        show_report(report, len(report.rows) if everything else SHOWN)
+        _show_regret(report, hardware.probe(kind).name, len(report.rows) if everything else SHOWN)
         for problem in problems:
             show.text(f"!!  {problem}")
     return 1 if problems else 0
 
 
-def show_report(report: regrets.RegretReport, limit: int = SHOWN) -> None:
-    """Print the calls with the greatest regret, and the totals of the workload."""
+def _show_regret(report: regrets.RegretReport, device: str, limit: int) -> None:
+    """Print the calls with the greatest regret on this device, and the totals of the workload."""
     worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:limit]
-    show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (
+    show.heading(f"Regret of {plural(len(report.rows), 'call')} on {device}" + (
         f", the {len(worst)} greatest" if len(worst) < len(report.rows) else ""))
     numbers = ("times", "us", "best us", "regret", "over torch")
     show.table(("call", "times", "chosen", "us", "best", "best us", "regret", "over torch"), [(

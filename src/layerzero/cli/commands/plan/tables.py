@@ -12,6 +12,7 @@ from ....plan.lower import lower
 from ....plan.places import compare_places
 from ....plan.solver import solve as solve_calls
 from ....plan.table import Table
+from ....spec.display import plural
 from ....spec.errors import DataError
 from ....world import measurements
 from ... import show
@@ -59,7 +60,7 @@ def lock(source: Source, device: str | None, path: Path, as_json: bool) -> int:
         return 0
     show.table(("kernel", "package", "version", "build", "certificate"),
                [(p.kernel, p.package, p.version, p.build, p.certificate) for p in written.pins])
-    show.text(f"\n{len(written.rows)} ranges of calls, written to {path}")
+    show.text(f"\n{plural(len(written.rows), 'range')} of calls, written to {path}")
     return 0
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ....release.soak import SoakReport, SoakSample, soak
 from ....release.soak_load import WRONG, Tally
+from ....spec.display import plural
 from ... import show
 from ...calls import device_kind
 from ...root import INTERRUPTED
@@ -78,7 +79,7 @@ def show_report(report: SoakReport) -> None:
     counts = report.counts
     show.text(
         f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in "
-        f"{len(report.parts)} parts: "
+        f"{plural(len(report.parts), 'part')}: "
         + ", ".join(f"{n} {name}" for name, n in counts.items() if not name.startswith("event ")))
     events = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items())
                        if name.startswith("event "))

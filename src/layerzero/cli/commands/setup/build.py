@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....backends.native import build as cpu_kernels
 from ....dispatch import native
 from ... import show
 
@@ -10,13 +11,15 @@ def build(force: bool, as_json: bool) -> int:
     if as_json:
         path = native.build(force=force, say=lambda line: None)
     else:
-        with show.spinner("compiling (once)") as print_line:
+        with show.spinner("compiling, once for this machine: a minute or two") as print_line:
             path = native.build(force=force, say=print_line)
-    state = native.status()
+    state, kernels = native.status(), cpu_kernels.library_path()
     ok = state.ok or not state.expected
     if as_json:
-        show.as_json({"ok": ok, "path": str(path), "status": state.text, "hint": state.hint})
+        show.as_json({"ok": ok, "path": str(path), "kernels": str(kernels), "status": state.text,
+                      "hint": state.hint})
     else:
-        show.text(f"{path}\nnative fast path: {state.text}"
+        show.text(f"native fast path: {state.text}\n  {path}\n"
+                  f"CPU kernels: compiled for this processor\n  {kernels}"
                   + (f"\nhint: {state.hint}" if state.hint else ""))
     return 0 if ok else 1

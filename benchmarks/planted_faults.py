@@ -36,6 +36,7 @@ from field_faults import FIELD_FAULTS
 from layer_author_faults import LAYER_AUTHOR_FAULTS
 from model_size_faults import SIZE_FAULTS
 from number_faults import NUMBER_FAULTS
+from optional_author_faults import OPTIONAL_AUTHOR_FAULTS
 from shape_faults import SHAPE_FAULTS
 from state_author_faults import STATE_AUTHOR_FAULTS
 
@@ -45,7 +46,8 @@ from layerzero.verify.report import sources_digest
 
 SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIELD_FAULTS),
         "shapes": tuple(SHAPE_FAULTS), "numbers": tuple(NUMBER_FAULTS),
-        "authors": (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS, *STATE_AUTHOR_FAULTS)}
+        "authors": (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS, *STATE_AUTHOR_FAULTS,
+                    *OPTIONAL_AUTHOR_FAULTS)}
 SETS["all"] = tuple(fault for faults in SETS.values() for fault in faults)
 CAUGHT = ("failed", "crashed")
 

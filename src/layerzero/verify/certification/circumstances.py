@@ -97,8 +97,9 @@ class UnusualValues(Circumstance):
         if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
             or not t.numel()):
             return None
-        if self.how == "zeros":
+        if self.how == "zeros":                # of both signs
             filled = torch.zeros_like(t)
+            filled[..., ::2] = -0.0
         elif self.how == "one sign":
             filled = t.abs() + 1
         else:

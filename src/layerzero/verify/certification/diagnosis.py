@@ -99,7 +99,8 @@ CLASSES: Mapping[str, str] = {
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
            "shape", "dtype", "threads", "fault", "global state", "invariance")
 _BY_CIRCUMSTANCE = (
-    ("given ", "convention"), ("every code", "convention"), ("since a call", "stale cache"),
+    ("another dtype", "dtype"), ("given ", "convention"), ("every code", "convention"),
+    ("since a call", "stale cache"),
     ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),

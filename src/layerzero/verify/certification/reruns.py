@@ -142,14 +142,12 @@ def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], devi
     if not calls or any(is_right(kernel, *call) for call in calls):
         return False
 
-    def forget() -> None:
+    def is_right_at_first(values: dict[str, Any], dtype: str) -> bool:
         bind_once.cache_clear()
         load_once.cache_clear()
+        return is_right(kernel, values, dtype)
 
-    try:
-        return all((forget(), is_right(kernel, *call))[1] for call in calls)
-    finally:
-        forget()
+    return all(is_right_at_first(*call) for call in calls)
 
 
 def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:

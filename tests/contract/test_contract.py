@@ -27,8 +27,8 @@ from layerzero.verify.kernel.contract import (
     check_case,
     check_kernel,
     refusals,
-    worst_indices,
 )
+from layerzero.verify.kernel.judging import worst_indices
 
 ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm",
                 "torch.layer_norm")

@@ -28,16 +28,26 @@ MAX_GRID = 65535                               # sequences of one launch
 FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
+def _for_each_row(t: Tensor | None) -> Callable[[], Any]:
+    """Returns what gives the tensor for one row. Where it wants a gradient the rows share a wide
+    copy: autograd adds their gradients there, and rounds the sum once."""
+    if t is None or t.dtype.itemsize > 2 or not (t.requires_grad and torch.is_grad_enabled()):
+        return lambda: t
+    wide = t.float()
+    return lambda: wide.to(t.dtype)
+
+
 def _linear() -> Callable[..., Any]:
     product = torch.mm
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
-        columns = weight.t()
+        weight_of, bias_of = _for_each_row(weight), _for_each_row(bias)
         # a copy of its own: what a library computes may depend on how a row is aligned
-        rows = [product(row.clone(), columns) for row in x.reshape(-1, 1, x.shape[-1]).unbind()]
+        rows = [product(row.clone(), weight_of().t())
+                for row in x.reshape(-1, 1, x.shape[-1]).unbind()]
         if activation is not None:
-            rows = [activate(row if bias is None else row + bias, activation) for row in rows]
+            rows = [activate(row if bias is None else row + bias_of(), activation) for row in rows]
         out = torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
         # a sum of two has the same bits wherever it is computed
         return out if bias is None or activation is not None else out + bias

@@ -50,6 +50,8 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *NORM, change_results("convention", "eps outside the square root", eps_outside_sqrt),
+    change_results("convention", "the residual returned as it came",
+                   lambda v, out: (out[0], v["residual"])),
     replace_argument("convention", "the residual left out", "residual", zeros_like("residual")))
 
 OP = Op(

@@ -105,15 +105,17 @@ def inputs(
     shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk),
              "float2d": (sq, sk), "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk),
              "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
-             "lowest": (b, 1, 1, sk)}.get(mask)
+             "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full"):
         attn_mask = rand(*shape)
     # as models write them: 0, or a value that hides the key
-    elif shape and mask in ("minus_inf", "lowest"):
-        hidden = -math.inf if mask == "minus_inf" else torch.finfo(dtype).min
+    elif shape and mask in ("minus_inf", "dead_minus_inf", "lowest"):
+        hidden = torch.finfo(dtype).min if mask == "lowest" else -math.inf
         attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hidden)
         attn_mask[..., 0] = 0.0
+        if mask == "dead_minus_inf":
+            attn_mask[..., 0, :] = hidden
         attn_mask = attn_mask.to(device=device, dtype=dtype)
     elif shape:
         attn_mask = (torch.rand(shape, generator=gen) > 0.3).to(device)
@@ -198,7 +200,8 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 8200, "hq": 8, "hkv": 4, "sq": 1, "sk": 2, "d": 8},
     {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},
     {"sq": 192, "sk": 192, "mask": "bool"}, {"sq": 64, "sk": 192, "mask": "float", "hkv": 1},
-    {"mask": "minus_inf", "hkv": 2}, {"mask": "lowest", "sq": 33, "sk": 65},
+    {"mask": "minus_inf", "hkv": 2}, {"mask": "dead_minus_inf", "sq": 9, "sk": 17},
+    {"mask": "lowest", "sq": 33, "sk": 65},
     {"mask": "lowest", "sq": 1, "sk": 130}, {"sq": 320, "sk": 320, "mask": "padding", "b": 3},
     {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
     {"sq": 70, "sk": 3, "causal": True, "align": "top_left"},

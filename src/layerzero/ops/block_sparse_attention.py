@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
+from ..spec.alteration import Alteration, Results, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals
@@ -177,7 +177,24 @@ def _mask_mod_alone(op: Any, v: Values) -> Values | None:
         BLOCK_SIZE=mask.BLOCK_SIZE)}
 
 
+def _mask_of_the_first(batch: bool) -> Any:
+    """Returns an alteration that takes the mask of the first sample, or of the first head."""
+    def alter(op: Any, v: Values) -> Values | None:
+        mask = v["block_mask"]
+        if mask.shape[0 if batch else 1] == 1:
+            return None
+        seen = dense_mask(mask)
+        seen = (seen[:1] if batch else seen[:, :1]).expand_as(seen)
+        out = attend(v["query"], v["key"], v["value"], seen, 0.0, False, v["scale"], None, -1, -1,
+                     None, v["softcap"])
+        return Results(out if v["return_lse"] else out[:1])
+
+    return alter
+
+
 ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("mask", "the mask of the first sample for all", _mask_of_the_first(True)),
+    Alteration("mask", "the mask of the first head for all", _mask_of_the_first(False)),
     Alteration("mask", "the mask_mod ignored within blocks", _with_blocks(True, True)),
     Alteration("mask", "the full blocks hidden", _with_blocks(False, False)),
     Alteration("mask", "the mask_mod asked alone, whatever blocks are listed", _mask_mod_alone),

@@ -22,7 +22,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import drop_argument, replace_argument
+from .formulas.mistakes import drop_argument, interleave_groups, replace_argument
 
 L2_EPS = 1e-6
 
@@ -128,6 +128,8 @@ ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("convention", "the first state ignored", drop_argument("initial_state")),
     Alteration("convention", "the gates of another token", _last_first),
     Alteration("convention", "no decay", lambda op, v: {**v, "g": v["g"] * 0.0}),
+    Alteration("head map", "value head h reading head h % heads of q and k",
+               interleave_groups(("q", "k"), "v", 2)),
     Alteration("convention", "no delta rule: beta 1", lambda op, v: {
         **v, "beta": torch.ones_like(v["beta"])}))
 

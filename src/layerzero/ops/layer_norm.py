@@ -5,7 +5,6 @@ Accumulates in float32 or wider; the result has the input's dtype.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -56,10 +55,12 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 # Mistakes that a kernel for this op could make.
 
 def _unbiased_variance(v: Values, out: tuple[Any, ...]) -> Any:
-    n = v["x"].shape[-1]
-    if n < 2 or v["bias"] is not None:
+    n, bias = v["x"].shape[-1], v["bias"]
+    if n < 2:
         return None
-    return out[0] * math.sqrt((n - 1) / n)
+    var = v["x"].var(-1, unbiased=False, keepdim=True)
+    factor = ((var + v["eps"]) / (var * n / (n - 1) + v["eps"])).sqrt()
+    return out[0] * factor if bias is None else (out[0] - bias) * factor + bias
 
 
 ALTERATIONS: tuple[Alteration, ...] = (

@@ -20,7 +20,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import drop_argument, replace_argument
+from .formulas.mistakes import drop_argument, interleave_groups, replace_argument
 
 
 def reference(
@@ -131,11 +131,14 @@ def _last_first(op: Any, v: dict[str, Any]) -> dict[str, Any] | None:
 
 ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
+    Alteration("head map", "head h reading group h % groups of B and C",
+               interleave_groups(("B", "C"), "x", 2)),
     Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
     Alteration("convention", "the input not added to the output", drop_argument("D")),
     Alteration("convention", "no gate", drop_argument("z")),
     Alteration("convention", "the first state ignored", drop_argument("initial_states")),
     Alteration("convention", "dt of another token", _last_first),
+    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
     Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}))
 
 OP = Op(

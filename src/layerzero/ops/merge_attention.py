@@ -20,7 +20,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import LSE, replace_argument
+from .formulas.mistakes import LSE, change_results, replace_argument
 
 
 def reference(outs: Tensor, lses: Tensor) -> Any:
@@ -74,7 +74,9 @@ STRESS: tuple[dict[str, Any], ...] = (
 ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("scale", "the parts averaged", "lses", lambda v: torch.zeros_like(v["lses"])),
     replace_argument("convention", "the log-sum-exps taken for base 2", "lses",
-                     lambda v: v["lses"] * math.log(2)), *LSE)
+                     lambda v: v["lses"] * math.log(2)),
+    change_results("convention", "the largest log-sum-exp as that of all",
+                   lambda v, out: (out[0], v["lses"].amax(0))), *LSE)
 
 OP = Op(
     name="merge_attention", family="merge", reference=reference, meta=meta, inputs=inputs,

@@ -54,8 +54,9 @@ def reference(
             finite, fmt, grain, block_size, block_rows, symmetric, global_scale)
     else:
         check_given_scales(x, grain, block_size, block_rows, scales, zeros, global_scale)
-        scales, zeros, global_scale = scales.clone(), clone_optional(zeros), clone_optional(
-            global_scale)
+        scales, zeros = scales.clone(), clone_optional(zeros)
+        if global_scale is not None:
+            global_scale = global_scale.to(torch.float32, copy=True)
     factors = scales.float() if global_scale is None else scales.float() * global_scale.float()
     spread_zeros = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
     codes = encode(wide / expand_scales(factors, x.shape, block_size, block_rows), fmt,

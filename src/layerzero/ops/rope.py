@@ -187,6 +187,9 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("convention", "the rotation in the other direction", "sin",
                      lambda v: -v["sin"]),
     Alteration("alignment", "position_ids ignored", _no_ids),
+    replace_argument("alignment", "the positions of the first row for all", "position_ids",
+                     lambda v: v["position_ids"][:1].expand_as(v["position_ids"])
+                     if v["position_ids"].dim() == 2 else v["position_ids"]),
     change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"])
                    if len(out) > 1 else None))
 

@@ -175,6 +175,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"vocab": 1}, {"vocab": 2, "top_k": 1},
     {"logprobs": False, "random": "seed"}, {"temperature": 0.0},
     {"temperature": 0.7, "random": "seed"}, {"temperature": 1e-4, "random": "seed_rows"},
+    {"batch": 9, "random": "seed_rows"},
+    # a temperature of zero in a row takes the first of equal tokens
+    {"rows": True, "batch": 32, "vocab": 9, "special": "ties", "scale": 1.0},
     {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05},
     {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8},
     {"top_p": 0.95, "min_p": 0.01}, {"rows": True},

@@ -21,7 +21,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import drop_argument, replace_argument
+from .formulas.mistakes import drop_argument, interleave_groups, replace_argument
 
 
 def reference(
@@ -63,10 +63,10 @@ def meta(
 def inputs(
     b: int = 2, h: int = 4, g: int = 2, d: int = 8, n: int = 16, tied: bool = True,
     skip: bool = True, gate: bool = False, bias: bool = True, softplus: bool = True,
-    wide_state: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    seed: int = 0,
+    wide_state: bool = False, slow: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """tied: dt, A, D and dt_bias are those of a head, expanded."""
+    """tied: dt, A, D and dt_bias are those of a head, expanded. slow: most of the state stays."""
     gen = torch.Generator("cpu").manual_seed(seed)
     own = 1 if tied else d
     wide = torch.promote_types(dtype, torch.float32)
@@ -74,11 +74,12 @@ def inputs(
     def drawn(*shape: int, to: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
 
-    decay = -(torch.rand(h, own, 1 if tied else n, generator=gen) * 4 + 0.1)
+    A = -(torch.rand(h, own, 1 if tied else n, generator=gen) * 4 + 0.1)
     step = drawn(b, h, own) if softplus else drawn(b, h, own).abs()
+    step = step * 0.01 if slow else step
     return {
         "state": drawn(b, h, d, n, to=wide if wide_state else dtype), "x": drawn(b, h, d),
-        "dt": step.expand(b, h, d), "A": decay.to(device=device, dtype=wide).expand(h, d, n),
+        "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=wide).expand(h, d, n),
         "B": drawn(b, g, n), "C": drawn(b, g, n),
         "D": drawn(h, own).expand(h, d) if skip else None, "z": drawn(b, h, d) if gate else None,
         "dt_bias": drawn(h, own).expand(h, d) if bias else None, "dt_softplus": softplus}
@@ -87,6 +88,7 @@ def inputs(
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"tied": False, "gate": True, "wide_state": True}, {"b": 0},
     {"skip": False, "bias": False, "softplus": False, "g": 1, "n": 19},
+    {"wide_state": True, "softplus": False, "bias": False, "slow": True},
     {"b": 1, "h": 8, "g": 1, "d": 64, "n": 128, "wide_state": True},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
@@ -94,9 +96,12 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 
 ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
+    Alteration("head map", "head h reading group h % groups of B and C",
+               interleave_groups(("B", "C"), "x", 1)),
     Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
     Alteration("convention", "the input not added to the output", drop_argument("D")),
     Alteration("convention", "no gate", drop_argument("z")),
+    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
     Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}),
     Alteration("convention", "B and C confused", lambda op, v: {**v, "B": v["C"], "C": v["B"]}))
 

@@ -30,12 +30,12 @@ from ..spec.op import Op
 from ..verify.kernel.contract import (
     case_values,
     formula,
-    judge_result,
     may_be_chance,
     results_of,
     upcast,
     with_own_generators,
 )
+from ..verify.kernel.judging import judge_result
 from ..world import snapshot as worlds
 from ..world.settings import prefer
 

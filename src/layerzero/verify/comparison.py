@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..spec.codec import Record
-from .kernel.contract import worst_indices
+from .kernel.judging import worst_indices
 
 TINY = 1e-8                                    # added to |want| in relative errors
 

@@ -98,7 +98,7 @@ def _cross_entropy() -> Callable[..., Any]:
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
             label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         x, step = rows_of(logits)
-        flat = targets.reshape(-1).long()
+        flat = targets.reshape(-1).long().contiguous()
         # on every call: a target outside the row would be read all the same
         if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < x.shape[-1]):
             check_targets("cross_entropy", {"targets": flat, "ignore_index": ignore_index},

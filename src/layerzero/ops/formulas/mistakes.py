@@ -71,6 +71,19 @@ def interleave_heads(op: Any, v: Values) -> Values | None:
     return {**v, **changed}
 
 
+def interleave_groups(names: tuple[str, ...], heads: str,
+                      axis: int) -> Callable[[Any, Values], Values | None]:
+    """Head h of `heads` reads head h % count of the tensors `names`, not h // group."""
+    def alter(op: Any, v: Values) -> Values | None:
+        count, own = v[names[0]].shape[axis], v[heads].shape[axis]
+        if count in (0, 1, own):
+            return None
+        order = torch.arange(own, device=v[heads].device) % count
+        return {**v, **{n: v[n].index_select(axis, order) for n in names}}
+
+    return alter
+
+
 def flip_alignment(op: Any, v: Values) -> Values | None:
     other = "top_left" if v["causal_align"] == "bottom_right" else "bottom_right"
     return {**v, "causal_align": other}
@@ -112,10 +125,30 @@ WINDOW = (
       for name in ("window_left", "window_right")),
 )
 
+def lse_of(kind: str, words: str,
+           alter: Callable[[Any, Values], Values | None]) -> Alteration:
+    """Returns the alteration of the log-sum-exp alone; the output is right."""
+    def change(op: Any, v: Values) -> Results | None:
+        altered = alter(op, v) if v.get("return_lse") else None
+        return None if altered is None else Results((op.reference(**v)[0],
+                                                     op.reference(**altered)[1]))
+
+    return Alteration(kind, words, change)
+
+
 LSE = (
     change_results("convention", "the log-sum-exp in base 2", lse_in_base_two),
     change_results("convention", "the log-sum-exp without the largest score added",
              lambda v, out: (out[0], torch.zeros_like(out[1])) if len(out) > 1 else None),
+    change_results("non-finite values", "0 as the log-sum-exp of a row without keys",
+             lambda v, out: (out[0], out[1].masked_fill(out[1] == -math.inf, 0.0))
+             if len(out) > 1 else None),
+    lse_of("scale", "the log-sum-exp of other scores: no softcap",
+           lambda op, v: {**v, "softcap": 0.0} if v.get("softcap") else None),
+    lse_of("scale", "the log-sum-exp of other scores: no scale",
+           lambda op, v: {**v, "scale": 1.0}),
+    lse_of("scale", "the log-sum-exp of other scores: the default scale",
+           lambda op, v: {**v, "scale": None} if "query" in v else None),
 )
 
 

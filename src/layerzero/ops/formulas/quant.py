@@ -190,6 +190,8 @@ def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, 
         if global_scale is None:
             tensor_amax = amax.amax() if amax.numel() else amax.new_zeros(())
             global_scale = (tensor_amax / (448.0 * 6.0)).clamp(min=TINY).reshape((1,) * amax.dim())
+        else:                                  # it is returned: memory of its own
+            global_scale = global_scale.to(torch.float32, copy=True)
         block_scales = (amax / 6.0 / global_scale).clamp(2.0 ** -9, 448.0)
         return block_scales.to(torch.float8_e4m3fn), None, global_scale
     return (amax / fmt.largest).clamp(min=TINY), None, None

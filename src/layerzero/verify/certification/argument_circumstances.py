@@ -20,7 +20,8 @@ from ..kernel.guarded import with_layout
 FLOATS, INTEGERS = (-0.7, 0.013, 30.0), (0, 1, 1500)
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
-BOUNDS = "max_seqlen"
+BOUNDS, PAGES = "max_seqlen", "block_table"
+RANDOM = ("uniforms", "seed_rows")
 
 
 class OtherNumber(Circumstance):
@@ -109,6 +110,60 @@ class ChangedInPart(Circumstance):
         return values
 
 
+class WithoutOthers(Circumstance):
+    """Of the optional tensors one alone, or all but one: a bias without a weight, one scale of
+    two."""
+
+    def __init__(self, tensor: str, alone: bool) -> None:
+        self.tensor, self.alone = tensor, alone
+        self.name = f"given {tensor} alone" if alone else f"given all but {tensor}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        shortened = self.shortened(op, values)
+        return None if shortened is None else _if_finite(op, shortened)
+
+    def shortened(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the call whether the contract allows it or not; None if nothing is left out."""
+        optional = [p for p in op.params if p.name in optional_tensors(op)
+                    and isinstance(values[p.name], Tensor)]
+        others = [p for p in optional if (p.name == self.tensor) != self.alone]
+        if not others or len(optional) < 2 or not isinstance(values[self.tensor], Tensor):
+            return None
+        return {**values, **{p.name: p.default for p in others}}
+
+
+class OtherDtype(Circumstance):
+    """A tensor that need not have the dtype of the others in another one than the cases give."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"{tensor} in another dtype"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
+            return None
+        other = torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
+        return _if_finite(op, {**values, self.tensor: t.to(other)})
+
+
+class UnusedPages(Circumstance):
+    """Entries of a page table that no sequence uses, with numbers that are no pages."""
+
+    name = "given other numbers where no page is used"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        table = values[PAGES]
+        if not isinstance(table, Tensor) or not bool((table < 0).any()):
+            return None
+        return {**values, PAGES: torch.where(table < 0, 2 ** 31 - 1, table)}
+
+
+def optional_tensors(op: Op) -> list[str]:
+    """Returns the tensors that a call may leave out, but for those that make it repeatable."""
+    return [p.name for p in op.params if not p.required and p.name in op.tensors
+            and p.name not in RANDOM]
+
+
 def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the values if the contract allows the call and its results are numbers."""
     allowed = if_allowed(op, values)
@@ -136,6 +191,12 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
         elif type(p.default) is int and p.name not in ("seed", "offset"):
             yield from (OtherNumber(p.name, n) for n in INTEGERS)
     yield from (AllStrided(layout) for layout in ("sparse", "offset"))
+    yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
+                for alone in (True, False))
+    yield from (OtherDtype(name) for name in op.tensors
+                if name != op.main_tensor and name not in op.same_dtype)
+    if PAGES in op.tensors:
+        yield UnusedPages()
     for name in op.tensors:
         yield from (EveryCode(name), ChangedInPart(name))
 

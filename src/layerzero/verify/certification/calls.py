@@ -299,3 +299,31 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
                               "where the formula's are not, first at "
                               f"{tuple(swallowed.nonzero()[0].tolist())}")
     return result("passed")
+
+
+def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
+    """Does a NaN in the main tensor appear wherever the formula has one? None if the formula has
+    none."""
+    op = kernel.op
+    if not op.tensors or kernel.jit:
+        return None
+    for case in op.cases[:8]:
+        values = case_values(op, case, op.dtypes[0], device)
+        main = values.get(op.main_tensor)
+        if (not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1
+            or not main.numel()):
+            continue
+        main[(-1,) * main.dim()] = torch.nan
+        if refusals(kernel, values):
+            continue
+        try:
+            with torch.no_grad():
+                want, got = formula(op, values), results_of(call(kernel, values))
+        except FAULTS:
+            return False
+        expected = [w.isnan() for w in want if w.is_floating_point() and w.dtype.itemsize > 1]
+        actual = [g.isnan() for g in got if g.is_floating_point() and g.dtype.itemsize > 1]
+        if not any(bool(e.any()) for e in expected):
+            return None
+        return all(bool((f | ~e).all()) for e, f in zip(expected, actual))
+    return None

@@ -44,13 +44,13 @@ from ..comparison import compare, tolerance_of
 from ..kernel.contract import (
     call,
     case_values,
-    judge_result,
     load_once,
     may_be_chance,
     refusals,
     results_of,
     upcast,
 )
+from ..kernel.judging import judge_result
 
 REPLAYS = 3
 # captured per kernel: the first that it accepts, and the last

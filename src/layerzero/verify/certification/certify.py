@@ -41,22 +41,25 @@ from ..kernel.cases import case_key, cases_for, dtypes_for, find_argument_cases,
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
 from ..kernel.contract import (
     CaseResult,
-    call,
     case_values,
     check_case,
-    formula,
     refusals,
-    results_of,
 )
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
-from .argument_circumstances import EveryCode, LooseBound, argument_circumstances
+from .argument_circumstances import (
+    EveryCode,
+    LooseBound,
+    WithoutOthers,
+    argument_circumstances,
+)
 from .calls import (
     check_many_backwards,
     check_many_calls,
     check_non_finite,
     check_output_margins,
     check_sizes,
+    nan_propagates,
 )
 from .capture import certificate_fields
 from .circumstances import (
@@ -324,6 +327,9 @@ def _checks(kernel: Kernel, device: str, lane: str,
                             WithArgument(argument_case))
                     for argument_case in argument_cases if argument_case.donor is not None
                     for dtype in dtypes_for(op, lane, argument_case.case))
+        if "float64" in op.tolerance.by_dtype and kernel.backend != "reference":
+            yield from (partial(check_case, kernel, case, "float64", device, seed)
+                        for case in op.cases[:3])
         yield from _circumstance_checks(kernel, cells, device, lane, seed)
         yield from _many_call_checks(kernel, cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
@@ -375,19 +381,46 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
                  if isinstance(c, LooseBound) or _is_one_byte(values[c.tensor])]
         if apply and not refusals(kernel, values):
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
+    yield from _checks_without_others(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     for dtype in ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
         ranked = most_tensors_first(op, accepted, device)
         for _, (case, dtype) in ranked[:count]:
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
-                        for circumstance in circumstances(op, lane))
+                        for circumstance in circumstances(op, lane)
+                        if not isinstance(circumstance, WithoutOthers))
         seen = set().union(*(names for names, _ in ranked[:count])) if ranked else set()
         for names, (case, dtype) in ranked[count:]:
             missing, seen = names - seen, seen | names
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for name in sorted(missing)
                         for circumstance in tensor_circumstances(op, name, lane))
+
+
+def _checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
+                           seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields for each optional tensor the first of the op's own cases that can do with it alone,
+    and the first that can do without it alone: not every case can."""
+    op, left = kernel.op, [c for c in argument_circumstances(kernel.op)
+                           if isinstance(c, WithoutOthers)]
+    for case, dtype in cells if left else ():
+        if dtype != op.dtypes[0] or case not in op.cases:
+            continue
+        values = case_values(op, case, dtype, device, seed)
+        for circumstance in list(left):
+            shortened = circumstance.shortened(op, values)
+            if (shortened is not None and _takes(kernel, shortened)
+                    and circumstance.alter(op, values) is not None):
+                left.remove(circumstance)
+                yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
+
+
+def _takes(kernel: Kernel, values: Mapping[str, Any]) -> bool:
+    try:
+        return not refusals(kernel, values)
+    except FAULTS:                             # no call of this op
+        return False
 
 
 def _is_one_byte(value: Any) -> bool:
@@ -491,31 +524,3 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         covers=str(verdict.coverage), misses="; ".join(verdict.coverage.missing), made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))
-
-
-def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
-    """Does a NaN in the main tensor appear wherever the formula has one? None if the formula has
-    none."""
-    op = kernel.op
-    if not op.tensors or kernel.jit:
-        return None
-    for case in op.cases[:8]:
-        values = case_values(op, case, op.dtypes[0], device)
-        main = values.get(op.main_tensor)
-        if (not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1
-            or not main.numel()):
-            continue
-        main[(-1,) * main.dim()] = torch.nan
-        if refusals(kernel, values):
-            continue
-        try:
-            with torch.no_grad():
-                want, got = formula(op, values), results_of(call(kernel, values))
-        except FAULTS:
-            return False
-        expected = [w.isnan() for w in want if w.is_floating_point() and w.dtype.itemsize > 1]
-        actual = [g.isnan() for g in got if g.is_floating_point() and g.dtype.itemsize > 1]
-        if not any(bool(e.any()) for e in expected):
-            return None
-        return all(bool((f | ~e).all()) for e, f in zip(expected, actual))
-    return None

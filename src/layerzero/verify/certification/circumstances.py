@@ -28,12 +28,12 @@ from ..kernel.contract import (
     call,
     case_values,
     check_case,
-    judge_result,
     refusals,
     results_of,
     upcast,
 )
 from ..kernel.guarded import LAYOUTS, with_distant_rows, with_layout
+from ..kernel.judging import judge_result
 from .argument_circumstances import argument_circumstances, shared_rows
 
 
@@ -97,8 +97,9 @@ class UnusualValues(Circumstance):
         if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
             or not t.numel()):
             return None
-        if self.how == "zeros":
+        if self.how == "zeros":                # of both signs
             filled = torch.zeros_like(t)
+            filled[..., ::2] = -0.0
         elif self.how == "one sign":
             filled = t.abs() + 1
         else:
@@ -358,6 +359,10 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
         problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
     if not problems and torch.equal(first, second):
         problems.append("two calls dropped the same weights")
+    if problems:                               # what is wrong without dropout is no matter of it
+        plain = check_case(kernel, case, dtype, device, seed)
+        if plain.status == "failed":
+            return plain
     return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed",
                       detail="; ".join(problems),
                       kinds=("distribution",) if problems else (), **details)

@@ -8,34 +8,41 @@ A diagnosis is a class, a sentence with its evidence, where the kernel fails ("e
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.alteration import Results
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..kernel.contract import (
-    CaseResult,
-    Circumstance,
-    call,
-    case_values,
-    formula,
-    refusals,
-    results_of,
-    upcast,
-)
+from ..kernel.contract import CaseResult, call, formula, results_of, upcast
 from ..kernel.guarded import guarded, poisoned_memory
 from ..kernel.results import are_equal, has_holes
-from .conditions import failing_conditions, find_circumstance
+from .conditions import failing_conditions
+from .reruns import (
+    are_close,
+    confirmed_arguments,
+    explain_by_pages,
+    explain_by_values,
+    is_right_when_contiguous,
+    is_right_when_loaded_anew,
+    is_slight,
+    is_strided,
+    is_wrong_in_few_rows,
+    is_wrong_when_wide,
+    passes_at_some_size,
+    plain_failures,
+    row_dim,
+    sample_failures,
+    values_of,
+)
 
 # class -> what to do about it
 CLASSES: Mapping[str, str] = {
@@ -92,7 +99,8 @@ CLASSES: Mapping[str, str] = {
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
            "shape", "dtype", "threads", "fault", "global state", "invariance")
 _BY_CIRCUMSTANCE = (
-    ("given ", "convention"), ("every code", "convention"), ("since a call", "stale cache"),
+    ("another dtype", "dtype"), ("given ", "convention"), ("every code", "convention"),
+    ("since a call", "stale cache"),
     ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
@@ -102,8 +110,8 @@ _BY_CIRCUMSTANCE = (
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
 # And by the fact that distinguishes failing calls.
 _BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
-            ("softcap", "scale"), ("causal_align", "alignment"), ("stride_last", "layout"),
-            ("contiguous", "layout"))
+            ("softcap", "scale"), ("capacity", "capacity"), ("is_causal", "mask"),
+            ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"))
 _NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
 STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
 MAX_RERUNS = 8                                 # failing cases that are rerun
@@ -141,26 +149,32 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
              device: str, where: str) -> tuple[str, str]:
     for kind in _DIRECT:
         if all(kind in r.kinds for r in failed):
+            if kind == "fault" and _fails_by_layout(kernel, failed, device):
+                return "layout", f"fails for tensors that are not contiguous: {failed[0].detail}"
             return kind, failed[0].detail
     # a backward case judges the result of its forward pass too
     forward = [r for r in failed if not r.circumstance.startswith("backward")
                or {"error", "not finite"} & set(r.kinds)]
+    if all(r.circumstance for r in forward):   # of what comes late no plain case may have run
+        plain = plain_failures(kernel, failed, results, device)
+        forward, results = plain or forward, [*results, *plain]
     if not forward:
         return "gradient", f"the forward pass is right, the backward is not: {failed[0].detail}"
     if all(r.circumstance.startswith("backward") for r in forward):
         return "mode", f"right as it is, wrong where gradients are recorded: {forward[0].detail}"
-    of_sizes = any(r.passed for r in results) and where
+    of_sizes = (_speaks_of_sizes(kernel.op, where)
+                and passes_at_some_size(kernel, results, device)
+                and not (_rows_alone(kernel.op, where)
+                         and is_wrong_in_few_rows(kernel, forward, device)))
     if of_sizes and "(it passes" in where and not any(r.circumstance for r in forward) \
-            and not _confirmed_arguments(kernel, forward, device):
-        if max(r.ratio for r in forward) < 50 and _is_slight(kernel, forward, device):
+            and not confirmed_arguments(kernel, forward, device):
+        if max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device):
             return "precision", f"close, and seen where there are many: {forward[0].detail}"
         return "sizes", forward[0].detail
-    strided = [r for r in forward if (not r.circumstance and _is_strided(kernel, r, device))
-               or (any(word in r.circumstance for word in STRIDED)
-                   and not r.circumstance.startswith("given "))]
+    strided = [r for r in forward if _is_of_layout(kernel, r, device)]
     others = [r for r in forward if r not in strided and "2^31" not in r.circumstance]
     if (strided and not others and not any("out of bounds" in r.kinds for r in forward)
-            and _is_right_when_contiguous(kernel, strided, device)):
+            and is_right_when_contiguous(kernel, strided, device)):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
     alteration = _explain_by_alteration(kernel, forward, device)
     if alteration:
@@ -168,6 +182,9 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     memory_fault = _explain_by_memory(kernel, forward, device)
     if memory_fault:
         return memory_fault
+    if is_right_when_loaded_anew(kernel, forward, device):
+        return "state", ("right where it is loaded anew, wrong after other calls: "
+                         f"{forward[0].detail}")
     names = {r.circumstance for r in forward}
     if all(names):                             # it fails only under circumstances
         for word, kind in _BY_CIRCUMSTANCE:
@@ -187,36 +204,47 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
                 f"the result depends on earlier calls: {forward[0].detail}")
     if not kernel.op.tensors:
         return "unknown", f"no altered reference explains it: {forward[0].detail}"
-    arguments = _confirmed_arguments(kernel, forward, device)
+    arguments = confirmed_arguments(kernel, forward, device)
+    by_pages = explain_by_pages(kernel, forward, device)
+    if by_pages:
+        return by_pages
     for fact, kind in _BY_FACT:
-        if fact in where and (fact in _NO_ARGUMENT or any(fact in name for name in arguments)):
+        if fact in where and ((fact in _NO_ARGUMENT and not all("not finite" in r.kinds
+                                                               for r in forward))
+                              or any(fact in name for name in arguments)):
             return kind, forward[0].detail
     distinguished = any(part in where for name in arguments for part in name.split(" and "))
     # calls of a smaller size pass with the same arguments
     if of_sizes and "(it passes" in where and not distinguished:
         return "sizes", forward[0].detail
-    by_values = _explain_by_values(kernel, forward, device)
+    by_values = explain_by_values(kernel, forward, device)
     if by_values and not (distinguished and by_values[0] == "last rows"):
         return by_values
     dtypes = {r.dtype for r in forward}
+    if "float32" not in dtypes and is_wrong_when_wide(kernel, forward, device):
+        dtypes.add("float32")
     if arguments and kernel.op.family == "sampling" and not distinguished:
         # another call draws other numbers: it may be right by chance
         return "distribution", ("other tokens or probabilities than the contract's: "
                                 f"{forward[0].detail}")
     if (arguments and "float32" in dtypes
             and (distinguished or any(r.error >= 0.05 for r in forward))):
-        return ("convention",
+        kinds_of = {next((kind for fact, kind in _BY_FACT if fact in name), "convention")
+                    for name in arguments}
+        return (kinds_of.pop() if len(kinds_of) == 1 else "convention",
                 f"right without {' or without '.join(arguments)} (left out, or one), in float32 "
                 "too wrong with it: "
                 f"{forward[0].detail}")
     of_one_size = any(where.startswith(f"{dim} is ") for dim in kernel.op.dims)
-    if of_sizes and ("% " in where
-                     or (of_one_size and not _is_slight(kernel, forward, device))):
+    if (of_sizes and ("% " in where or of_one_size)
+            and not is_slight(kernel, forward, device)):
         return "sizes", forward[0].detail
     right_when_wide = ("float32" not in dtypes
                        and any(r.passed and r.dtype == "float32" for r in results))
     ratios = [r.ratio for r in forward if "error" in r.kinds]
-    if ratios and min(ratios) > 1 and (right_when_wide or _is_slight(kernel, forward, device)):
+    if kernel.op.family == "sampling" and math.inf in ratios:      # tokens do not round
+        ratios = []
+    if ratios and min(ratios) > 1 and (right_when_wide or is_slight(kernel, forward, device)):
         excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
                   else "other codes")
         return "precision", (f"close, but {excess}, in "
@@ -229,146 +257,36 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
 
 
-# By changing one thing alone.
-
-def _confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[str]:
-    """Returns the optional arguments of which each, left out alone or made one, makes every sampled
-    failing call right; if there is none, such pairs of two."""
-    op = kernel.op
-    common: set[str] | None = None
-    for r in _sample([r for r in failed if not r.circumstance], 3):
-        values = case_values(op, r.case, r.dtype, device, r.seed)
-        if _is_right(kernel, values, r.dtype):
-            continue                           # wrong by too little for this judge
-        optional = [p for p in op.params if not p.required and p.name != op.variant
-                 and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
-        neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
-                                          if isinstance(v, Tensor) and v.is_floating_point()]
-                   for p in optional}
-        fixed = {n for n, others in neutral.items()
-                 if any(_is_right(kernel, {**values, n: v}, r.dtype) for v in others)}
-        if not fixed:
-            fixed = {f"{n} and {m}" for n, m in combinations(neutral, 2)
-                     if any(_is_right(kernel, {**values, n: v, m: u}, r.dtype)
-                            for v, u in zip(neutral[n], neutral[m]))}
-        common = fixed if common is None else common & fixed
-    return sorted(common or ())
+def _named_facts(where: str) -> list[str]:
+    return re.findall(r"([\w.]+) (?:>=|<=|%|is) ", where)
 
 
-def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
-    """Does the kernel serve this call, and as the formula does?"""
-    op = kernel.op
-    try:
-        if refusals(kernel, values):
-            return False
-        if op.extra_check is not None:
-            op.extra_check(values, read(op, values))
-        with torch.no_grad():
-            return _are_close(op, dtype, results_of(call(kernel, values)),
-                              formula(op, upcast(values)))
-    except FAULTS:                             # the call makes no sense without the argument
-        return False
+def _speaks_of_sizes(op: Op, where: str) -> bool:
+    """Does the condition name a size, and no choice of an argument, such as a format?"""
+    names = _named_facts(where)
+    chosen = [n for n in names if n in op.by_name and op.by_name[n].choices]
+    return not chosen and any(n in op.dims or n in op.derived for n in names)
 
 
-def _is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
-    return any(isinstance(v, Tensor) and not v.is_contiguous()
-               for v in case_values(kernel.op, r.case, r.dtype, device, r.seed).values())
+def _rows_alone(op: Op, where: str) -> bool:
+    """Is the number of rows the only size that the condition names?"""
+    sizes = {n for n in _named_facts(where) if n in op.dims or n in op.derived}
+    return sizes == {row_dim(op)}
 
 
-def _is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
-    """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
-    as they are? True where none can be made again."""
-    for r in _sample(failed, 3):
-        values = _values_of(kernel, r, device)
-        if values is None or {"fault", "not finite"} & set(r.kinds):
-            continue
-        plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
-                 for n, v in values.items()}
-        if not _is_right(kernel, plain, r.dtype) or _is_right(kernel, values, r.dtype):
-            return False
-    return True
+def _is_of_layout(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    """Has the failing call a tensor that is not contiguous?"""
+    if not r.circumstance:
+        return is_strided(kernel, r, device)
+    return (any(word in r.circumstance for word in STRIDED)
+            and not r.circumstance.startswith("given "))
 
 
-def _is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
-    """Is every error small, also beside the row that it is in? An average over many keys is
-    itself small."""
-    if not all(r.error < 0.05 for r in failed):
-        return False
-    for r in _sample([r for r in failed if not r.circumstance], 2):
-        rtol, atol = kernel.op.tolerance.of(r.dtype)
-        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-        with torch.no_grad():
-            results = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
-        for got, want in results:
-            if not isinstance(want, Tensor) or not want.is_floating_point() or want.dim() < 2:
-                continue
-            wrong = (got.double() - want).abs() > 8 * (atol + rtol * want.abs())
-            if 0 < float(wrong.double().mean()) < 0.1 and r.ratio > 50:
-                return False                   # a few numbers that are wrong, not all a little
-            norms = want.norm(dim=-1)
-            errors = (got.double() - want).norm(dim=-1)[norms > 1e-3 * norms.max()]
-            if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
-                return False
-    return True
-
-
-def _explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
-                       device: str) -> tuple[str, str] | None:
-    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
-    """
-    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
-    sample = _sample([r for r in failed if not r.circumstance], 3)
-    for r in sample:
-        values = case_values(op, r.case, r.dtype, device, r.seed)
-        main = values[op.main_tensor]
-        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
-            continue
-        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
-        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
-        tied = main.float().clamp(-100, 100) * 1.25
-        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
-        if "not finite" in r.kinds:
-            votes["overflow" if _is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
-        elif _is_right(kernel, values, r.dtype):
-            continue                           # wrong by too little for this judge
-        elif (_has_ties(main)
-              and _is_right(kernel, {**values, op.main_tensor: spaced.to(main)}, r.dtype)
-              # other numbers alone, with the same ties, do not mend it
-              and not _is_right(kernel, {**values, op.main_tensor: tied.to(main)}, r.dtype)):
-            votes["ties"] += 1
-        elif _only_last_rows(kernel, values, r.dtype):
-            votes["last rows"] += 1
-    texts = {"overflow": "right with the same numbers 128 times smaller",
-             "non-finite values": "not finite where the formula is, or the other way",
-             "ties": "right where no two numbers of a row are equal",
-             "last rows": "every row but the last ones is right"}
-    for kind, count in votes.items():
-        if count == len(sample):
-            return kind, f"{texts[kind]}: {failed[0].detail}"
-    return None
-
-
-def _has_ties(t: Tensor) -> bool:
-    rows = t.reshape(-1, t.shape[-1])[:64] if t.dim() else ()
-    return any(row.unique().numel() < row.numel() for row in rows)
-
-
-def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
-    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
-    try:
-        with torch.no_grad():
-            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
-        rtol, atol = kernel.op.tolerance.of(dtype)
-        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
-                               equal_nan=True)
-    except FAULTS:
-        return False
-    for axis in range(max(wrong.dim() - 1, 0)):
-        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
-        bad = int(rows.sum())
-        if 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
-            return True
-    return False
+def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Does it raise for tensors that are not contiguous only, and serve the same numbers in
+    contiguous memory?"""
+    return (all(_is_of_layout(kernel, r, device) or "2^31" in r.circumstance for r in failed)
+            and is_right_when_contiguous(kernel, failed, device, of_faults=True))
 
 
 def _listed_names(names: Sequence[str]) -> str:
@@ -384,9 +302,9 @@ def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
     to."""
     votes: Counter[tuple[str, str]] = Counter()
     applied: Counter[tuple[str, str]] = Counter()
-    sample = _sample(failed, MAX_RERUNS)
+    sample = sample_failures(failed, MAX_RERUNS)
     for r in sample:
-        values = _values_of(kernel, r, device)
+        values = values_of(kernel, r, device)
         if values is None:
             continue
         try:
@@ -396,10 +314,10 @@ def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
             continue
         for alteration in kernel.op.alterations:
             altered = _altered_results(kernel.op, alteration.alter, values)
-            if altered is None or _are_close(kernel.op, r.dtype, altered, expected):
+            if altered is None or are_close(kernel.op, r.dtype, altered, expected):
                 continue
             applied[alteration.kind, alteration.words] += 1
-            votes[alteration.kind, alteration.words] += _are_close(kernel.op, r.dtype, out, altered)
+            votes[alteration.kind, alteration.words] += are_close(kernel.op, r.dtype, out, altered)
     best = max(votes, key=lambda k: (votes[k], -applied[k]), default=None)
     if best is None or not votes[best] or votes[best] * 3 < applied[best] * 2:
         return None
@@ -420,48 +338,6 @@ def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, .
         return None
 
 
-def _are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:
-    if len(a) != len(b):
-        return False
-    rtol, atol = op.tolerance.of(dtype)
-    for x, y in zip(a, b):
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            if x != y:
-                return False
-        elif x.shape != y.shape:
-            return False
-        elif not x.is_floating_point() or not y.is_floating_point():
-            if not torch.equal(x, y):
-                return False
-        elif not torch.allclose(x.double(), y.double(), rtol=max(8 * rtol, 1e-6),
-                                atol=max(8 * atol, 1e-6), equal_nan=True):
-            return False
-    return True
-
-
-def _sample(failed: Sequence[CaseResult], count: int) -> list[CaseResult]:
-    """Samples failing cases evenly, the widest dtype first, without large ones if possible."""
-    ranked = sorted(failed, key=lambda r: (bool(r.circumstance),
-                                           {"float32": 0, "int64": 0}.get(r.dtype, 1)))
-    large = [r for r in ranked if any(type(n) is int and n > 8_000 for n in r.case.values())]
-    # each is rerun a dozen times
-    ranked = [r for r in ranked if r not in large] or large[:1]
-    step = max(len(ranked) // count, 1)
-    return ranked[::step][:count]
-
-
-def _values_of(kernel: Kernel, r: CaseResult, device: str) -> dict[str, Any] | None:
-    """Returns the values of a case in its circumstance; None if that changes more than values."""
-    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-    if not r.circumstance:
-        return values
-    circumstance = find_circumstance(kernel.op, r.circumstance)
-    if circumstance is None or (type(circumstance).before is not Circumstance.before
-                                or type(circumstance).around is not Circumstance.around):
-        return None
-    return circumstance.alter(kernel.op, values)
-
-
 # By poisoned and guarded memory.
 
 def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
@@ -469,8 +345,8 @@ def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
     """Reruns failing cases over poisoned memory, between margins of NaN, and repeatedly."""
     if not kernel.op.tensors:
         return None
-    for r in _sample(failed, 3):
-        values = _values_of(kernel, r, device)
+    for r in sample_failures(failed, 3):
+        values = values_of(kernel, r, device)
         if values is None:
             continue
         try:
@@ -492,7 +368,7 @@ def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
             return ("out of bounds",
                     "with NaN on both sides of every input its result has NaN: it reads beside one")
         if any(not are_equal(first, other) for other in again):
-            all_right = all(_are_close(kernel.op, r.dtype, out, expected)
+            all_right = all(are_close(kernel.op, r.dtype, out, expected)
                             for out in (first, *again))
             if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
                 return "non-determinism", "the same call gives other results from run to run"

@@ -27,7 +27,6 @@ from .contract import (
     call,
     case_values,
     formula,
-    judge_result,
     may_be_chance,
     refusals,
     results_of,
@@ -35,6 +34,7 @@ from .contract import (
 )
 from .error_budget import UNITS
 from .guarded import find_changes, snapshot, with_layout
+from .judging import judge_result
 from .results import Complaint
 
 LONG_SUM = 1000

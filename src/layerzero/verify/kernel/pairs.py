@@ -40,6 +40,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
 LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
 _LOOPS = ("linear_attention", "moe", "sampling")
+HALVED = ("attention", *_LOOPS)                # of their remainders a quick seed meets half
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
 
@@ -141,9 +142,10 @@ def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
 
 
 def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case]]]]:
-    """Yields for two sizes of the op at a time cases in which both have other remainders of 128:
-    half of all in the quick lane, so that two seeds meet every one; all up to 256 in the longer
-    ones. After each come cases with one of the two alone, for sizes that do not go together."""
+    """Yields for two sizes of the op at a time cases in which both have other remainders of 128;
+    of an expensive op half of all in the quick lane, so that two seeds meet every one; all up to
+    256 in the longer ones. After each come cases with one of the two alone, for sizes that do not
+    go together."""
     numbers = numbers_of(op)
     small: dict[str, Any] = {
         n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
@@ -294,4 +296,6 @@ def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:
     if lane != "quick":
         return order
     rng = random.Random(f"sizes {op.name} {name} {seed}")
-    return [n + 128 * rng.choice((0, 0, 1)) for n in order[seed % 2 * 64:][:64]]
+    if op.family in HALVED:
+        order = order[seed % 2 * 64:][:64]
+    return [n + 128 * rng.choice((0, 0, 1)) for n in order]

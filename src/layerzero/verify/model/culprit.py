@@ -31,15 +31,13 @@ from ...spec.op import Op
 from ...world import snapshot as worlds
 from ..certification.diagnosis import CLASSES
 from ..kernel.contract import (
-    ROUNDINGS,
     call,
     formula,
-    judge_result,
     results_of,
     upcast,
-    worst_indices,
 )
 from ..kernel.guarded import poisoned_memory
+from ..kernel.judging import ROUNDINGS, judge_result, worst_indices
 from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs
 from .served import LzCaller, without_kernels
 

@@ -30,7 +30,7 @@ from ...models.decoder import CachedKV, Decoder, OpCaller
 from ...models.decoder_config import DecoderConfig, Weights, cast, make_weights
 from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
-from ..kernel.contract import worst_indices
+from ..kernel.judging import worst_indices
 from .plain import PlainTorch, rope_angles
 from .route import LAYER, LadderRow, allowed, difference
 from .served import LzCaller, rope_tables_of

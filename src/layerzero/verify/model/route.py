@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...models.decoder import Trace
 from ...spec.codec import Record
-from ..kernel.contract import ROUNDINGS, worst_indices
+from ..kernel.judging import ROUNDINGS, worst_indices
 from .served import LzCaller
 
 LAYER, LOGITS, GRADIENT = 1e-4, 1e-3, 1e-5       # largest differences in float32

@@ -1,0 +1,331 @@
+"""Makes failing calls again with one thing changed: an argument left out, smaller or wider numbers,
+contiguous memory, full pages. What mends a call says what is wrong with the kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.facts import read
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.cases import case_key
+from ..kernel.contract import (
+    CaseResult,
+    Circumstance,
+    bind_once,
+    call,
+    case_values,
+    check_case,
+    formula,
+    load_once,
+    refusals,
+    results_of,
+    upcast,
+)
+from .conditions import find_circumstance
+
+
+def are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    rtol, atol = op.tolerance.of(dtype)
+    for x, y in zip(a, b):
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if x != y:
+                return False
+        elif x.shape != y.shape:
+            return False
+        elif not x.is_floating_point() or not y.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+        elif not torch.allclose(x.double(), y.double(), rtol=max(8 * rtol, 1e-6),
+                                atol=max(8 * atol, 1e-6), equal_nan=True):
+            return False
+    return True
+
+
+def sample_failures(failed: Sequence[CaseResult], count: int) -> list[CaseResult]:
+    """Samples failing cases evenly, the widest dtype first, without large ones if possible."""
+    ranked = sorted(failed, key=lambda r: (bool(r.circumstance),
+                                           {"float32": 0, "int64": 0}.get(r.dtype, 1)))
+    large = [r for r in ranked if any(type(n) is int and n > 8_000 for n in r.case.values())]
+    # each is rerun a dozen times
+    ranked = [r for r in ranked if r not in large] or large[:1]
+    step = max(len(ranked) // count, 1)
+    return ranked[::step][:count]
+
+
+def values_of(kernel: Kernel, r: CaseResult, device: str) -> dict[str, Any] | None:
+    """Returns the values of a case in its circumstance; None if that changes more than values."""
+    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+    if not r.circumstance:
+        return values
+    circumstance = find_circumstance(kernel.op, r.circumstance)
+    if circumstance is None or (type(circumstance).before is not Circumstance.before
+                                or type(circumstance).around is not Circumstance.around):
+        return None
+    return circumstance.alter(kernel.op, values)
+
+
+def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[str]:
+    """Returns the optional arguments of which each, left out alone or made one, makes every sampled
+    failing call right; if there is none, such pairs of two."""
+    op = kernel.op
+    common: set[str] | None = None
+    for r in sample_failures([r for r in failed if not r.circumstance], 3):
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        if is_right(kernel, values, r.dtype):
+            continue                           # wrong by too little for this judge
+        optional = [p for p in op.params if not p.required and p.name != op.variant
+                 and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
+        neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
+                                          if isinstance(v, Tensor) and v.is_floating_point()]
+                   for p in optional}
+        fixed = {n for n, others in neutral.items()
+                 if any(is_right(kernel, {**values, n: v}, r.dtype) for v in others)}
+        if not fixed:
+            fixed = {f"{n} and {m}" for n, m in combinations(neutral, 2)
+                     if any(is_right(kernel, {**values, n: v, m: u}, r.dtype)
+                            for v, u in zip(neutral[n], neutral[m]))}
+        common = fixed if common is None else common & fixed
+    return sorted(common or ())
+
+
+def is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Does the kernel serve this call, and as the formula does?"""
+    op = kernel.op
+    try:
+        if refusals(kernel, values):
+            return False
+        if op.extra_check is not None:
+            op.extra_check(values, read(op, values))
+        with torch.no_grad():
+            return are_close(op, dtype, results_of(call(kernel, values)),
+                              formula(op, upcast(values)))
+    except FAULTS:                             # the call makes no sense without the argument
+        return False
+
+
+def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    return any(isinstance(v, Tensor) and not v.is_contiguous()
+               for v in case_values(kernel.op, r.case, r.dtype, device, r.seed).values())
+
+
+def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str,
+                             of_faults: bool = False) -> bool:
+    """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
+    as they are? True where none can be made again. `of_faults`: those that raised count too."""
+    for r in sample_failures(failed, 3):
+        values = values_of(kernel, r, device)
+        if values is None or ("fault" in r.kinds and not of_faults):
+            continue
+        plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
+                 for n, v in values.items()}
+        if not is_right(kernel, plain, r.dtype) or is_right(kernel, values, r.dtype):
+            return False
+    return True
+
+
+def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled failing calls right as the first calls of a kernel that is loaded again, and
+    still wrong now? Then they depend on earlier calls."""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    calls = [(case_values(kernel.op, r.case, r.dtype, device, r.seed), r.dtype) for r in sample]
+    if not calls or any(is_right(kernel, *call) for call in calls):
+        return False
+
+    def is_right_at_first(values: dict[str, Any], dtype: str) -> bool:
+        bind_once.cache_clear()
+        load_once.cache_clear()
+        return is_right(kernel, values, dtype)
+
+    return all(is_right_at_first(*call) for call in calls)
+
+
+def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
+    """Does a call pass that has several of whatever the failing ones have several of? One that has
+    none, or one, of something passes with many mistakes."""
+    def several(r: CaseResult) -> set[str]:
+        facts = read(kernel.op, case_values(kernel.op, r.case, r.dtype, device, r.seed))
+        return {dim for dim in kernel.op.dims if type(facts.get(dim)) is int and facts[dim] > 1}
+
+    plain = [r for r in results if not r.circumstance]
+    needed = [several(r) for r in plain if r.status == "failed"]
+    common = set.intersection(*needed) if needed else set()
+    return any(common <= several(r) for r in plain if r.passed)
+
+
+def plain_failures(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult],
+                   device: str) -> list[CaseResult]:
+    """Returns what fails without any circumstance: of the failing cases, and of the op's own at
+    dtypes of which no plain case was run."""
+    op, plain = kernel.op, [r for r in results if not r.circumstance]
+    ran, dtypes = {(case_key(r.case), r.dtype) for r in plain}, {r.dtype for r in plain}
+    cells = [(r.case, r.dtype, r.seed) for r in sample_failures(failed, 3)
+             if (case_key(r.case), r.dtype) not in ran and r.case]
+    cells += [(case, dtype, 0) for dtype in op.dtypes if dtype not in dtypes for case in op.cases]
+    tried = (check_case(kernel, case, dtype, device, seed) for case, dtype, seed in cells)
+    return list(islice((r for r in tried if r.status == "failed"), 4))
+
+
+def row_dim(op: Op) -> str:
+    """Returns the size of the main tensor's first axis."""
+    tokens = next(iter(op.patterns.values())).get(op.main_tensor, ())
+    return tokens[0].lstrip("*~") if len(tokens) > 1 else ""
+
+
+def is_wrong_in_few_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is a failing call wrong with three of its wrong rows alone? Then many rows only made it
+    likelier, as for what is drawn."""
+    op = kernel.op
+    rows = row_dim(op)
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        patterns = op.patterns[values[op.variant] if op.variant else ""]
+        shared = [n for n, tokens in patterns.items() if isinstance(values.get(n), Tensor)
+                  and tokens and tokens[0].lstrip("*~") == rows]
+        count = values[op.main_tensor].shape[0] if values[op.main_tensor].dim() else 0
+        if not rows or any(values[n].shape[:1] != (count,) for n in shared):
+            return False
+        try:
+            with torch.no_grad():
+                pairs = zip(results_of(call(kernel, values)), formula(op, upcast(values)))
+                wrong = torch.zeros(count, dtype=torch.bool)
+                for got, want in pairs:
+                    if got.shape == want.shape and got.shape[:1] == (count,):
+                        gap = ~torch.isclose(got.double(), want.double(), rtol=1e-2, atol=1e-2,
+                                             equal_nan=True)
+                        wrong |= gap.reshape(count, -1).any(1).cpu()
+        except FAULTS:
+            return False
+        few = wrong.nonzero()[:3, 0]
+        if not len(few) or is_right(kernel, {**values, **{
+                n: values[n][few.to(values[n].device)] for n in shared}}, r.dtype):
+            return False
+    return True
+
+
+def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is a sampled failing call in 16 bits wrong in float32 too? Then it is not by rounding."""
+    for r in sample_failures([r for r in failed if not r.circumstance], 3):
+        values = case_values(kernel.op, r.case, "float32", device, r.seed)
+        if not refusals(kernel, values) and not is_right(kernel, values, "float32"):
+            return True
+    return False
+
+
+def explain_by_pages(kernel: Kernel, failed: Sequence[CaseResult],
+                     device: str) -> tuple[str, str] | None:
+    """Explains failing calls over pages whose unused slots hold infinities: a kernel that is wrong
+    with numbers there, and where every page is full, reads other pages than the table says."""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    votes: Counter[str] = Counter()
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        lens, caches = values.get("context_lens"), [n for n in values if n.endswith("_cache")]
+        if not isinstance(lens, Tensor) or "not finite" not in r.kinds or any(
+                values[n].dtype.itemsize == 1 for n in caches):
+            return None
+        numbers = {n: values[n].nan_to_num(posinf=0.5) for n in caches}
+        # the axis of a page's slots is the second, or the third where the heads come first
+        size = numbers[caches[0]].shape[2 if values.get("kv_layout") == "HND" else 1]
+        full = {**values, **numbers, "context_lens": lens // size * size}
+        if not is_right(kernel, {**values, **numbers}, r.dtype):
+            votes["out of bounds" if is_right(kernel, full, r.dtype) else "stale page"] += 1
+    texts = {"stale page": "wrong with every page full too: it reads other pages than the table's",
+             "out of bounds": "right where every page is full: it reads slots that are not used"}
+    for kind, count in votes.items():
+        if count == len(sample):
+            return kind, f"{texts[kind]}: {failed[0].detail}"
+    return None
+
+
+def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is every error small, also beside the row that it is in? An average over many keys is
+    itself small."""
+    if not all(r.error < 0.05 for r in failed):
+        return False
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        rtol, atol = kernel.op.tolerance.of(r.dtype)
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        with torch.no_grad():
+            results = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+        for got, want in results:
+            if not isinstance(want, Tensor) or not want.is_floating_point() or want.dim() < 2:
+                continue
+            wrong = (got.double() - want).abs() > 8 * (atol + rtol * want.abs())
+            if 0 < float(wrong.double().mean()) < 0.1 and r.ratio > 50:
+                return False                   # a few numbers that are wrong, not all a little
+            norms = want.norm(dim=-1)
+            errors = (got.double() - want).norm(dim=-1)[norms > 1e-3 * norms.max()]
+            if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
+                return False
+    return True
+
+
+def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
+    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
+    """
+    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    for r in sample:
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        main = values[op.main_tensor]
+        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
+            continue
+        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
+        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
+        tied = main.float().clamp(-100, 100) * 1.25
+        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
+        if "not finite" in r.kinds:
+            votes["overflow" if is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
+        elif is_right(kernel, values, r.dtype):
+            continue                           # wrong by too little for this judge
+        elif (_has_ties(main)
+              and is_right(kernel, {**values, op.main_tensor: spaced.to(main)}, r.dtype)
+              # other numbers alone, with the same ties, do not mend it
+              and not is_right(kernel, {**values, op.main_tensor: tied.to(main)}, r.dtype)):
+            votes["ties"] += 1
+        elif _only_last_rows(kernel, values, r.dtype):
+            votes["last rows"] += 1
+    texts = {"overflow": "right with the same numbers 128 times smaller",
+             "non-finite values": "not finite where the formula is, or the other way",
+             "ties": "right where no two numbers of a row are equal",
+             "last rows": "every row but the last ones is right"}
+    for kind, count in votes.items():
+        if count == len(sample):
+            return kind, f"{texts[kind]}: {failed[0].detail}"
+    return None
+
+
+def _has_ties(t: Tensor) -> bool:
+    rows = t.reshape(-1, t.shape[-1])[:64] if t.dim() else ()
+    return any(row.unique().numel() < row.numel() for row in rows)
+
+
+def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
+    try:
+        with torch.no_grad():
+            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
+        rtol, atol = kernel.op.tolerance.of(dtype)
+        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
+                               equal_nan=True)
+    except FAULTS:
+        return False
+    for axis in range(max(wrong.dim() - 1, 0)):
+        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
+        bad = int(rows.sum())
+        # of two or three rows the last may be wrong for another reason: of a batch, of heads
+        if rows.numel() > 3 and 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
+            return True
+    return False

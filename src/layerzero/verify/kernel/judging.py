@@ -1,0 +1,157 @@
+"""Judges one result of a kernel beside the exact one and that of the eager formula; what is
+allowed is told in contract.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...spec.op import Op
+from .error_budget import UNITS
+from .results import Complaint
+
+ROUNDINGS = 4.0            # of the largest result, always allowed, however exact eager was
+# Root mean square over that of the eager formula, in 16 bits. On a GPU torch itself may add the
+# parts of a split sum in 16 bits.
+TIMES_TYPICAL, TIMES_TYPICAL_GPU, TYPICAL_ELEMENTS = 3.0, 8.0, 16
+
+
+def worst_indices(out: Tensor, truth: Tensor, n: int = 3) -> list[tuple[int, ...]]:
+    """Returns where `out` is furthest from `truth`, worst first; NaN is worst of all."""
+    if not out.numel():
+        return []
+    differences = (out.double() - truth.double()).abs().reshape(-1)
+    differences = torch.where(out.reshape(-1) == truth.reshape(-1), 0.0,
+                              differences.nan_to_num(nan=math.inf))
+    flat_indices = differences.topk(min(n, differences.numel())).indices.tolist()
+    return [tuple(int(i) for i in _unravel(flat, out.shape)) for flat in flat_indices]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    error: float
+    eager_error: float
+    ratio: float
+    complaints: tuple[Complaint, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
+                 eager: Tensor, even: bool = True, budget: Tensor | None = None) -> Judgement:
+    """Judges one result. `even`: its elements have similar size, so each is held to the op's
+    tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element."""
+    if not first.numel():
+        return Judgement(0.0, 0.0, 0.0)
+    first, second, eager = map(_as_codes, (first, second, eager))
+    # tokens, codes and counts must equal the formula at this dtype
+    if not first.is_floating_point():
+        wrong = [when for out, when in ((first, ""), (second, " over poisoned memory"))
+                 if not torch.equal(out, eager)]
+        return Judgement(float(bool(wrong)), 0.0, math.inf if wrong else 0.0,
+                         tuple(Complaint("error",
+            f"{name}{when}: differs from the formula at {worst_indices(first, eager)}")
+                               for when in wrong))
+    finite = truth.isfinite()
+    rtol, atol = op.tolerance.of(dtype)
+    eager_error, size = _error(eager, truth, finite), largest(truth[finite].abs())
+    bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
+    wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
+    if dtype == "float32" or wider:            # another order of a long sum is no mistake
+        bound = max(bound, (atol + rtol * size) / (16 if wider else 4))
+    if dtype == "float64":
+        bound = atol + rtol * size
+    if budget is not None:                     # of all together: as kernels compute, in float32
+        bound += ROUNDINGS * largest(budget[finite]) * UNITS["float32"] / UNITS[dtype]
+    error = max(_error(first, truth, finite), _error(second, truth, finite))
+    complaints, notes = [], []
+    for out, when in ((first, ""), (second, " over poisoned memory")):
+        bad = (out.double() != truth) & ~finite | ~out.isfinite() & finite
+        bad &= ~(truth.isnan() & out.isnan())
+        if bad.any():
+            complaints.append(Complaint(
+                "not finite",
+                f"{name}{when}: {int(bad.sum())} of {out.numel()} not finite where the reference "
+                f"is, or finite where it is not, first at {tuple(bad.nonzero()[0].tolist())}"))
+    if not complaints and error > bound:
+        complaints.append(Complaint(
+            "error",
+            f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager "
+            f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
+    ratio = error / bound if bound else float(error > 0)
+    spare = 0.0 if budget is None else budget * (ROUNDINGS if dtype == "float32" else 1.0)
+    outside = _outside(first, truth, finite, rtol, atol, spare)
+    if not complaints and even and outside > 1:
+        eager_outside = _outside(eager, truth, finite, rtol, atol, spare)
+        if eager_outside > 1 or outside <= op.tolerance.times_eager * eager_outside:
+            notes.append(
+                f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager "
+                f"formula ({eager_error:.3g})")
+        else:
+            ratio = max(ratio, outside)
+            complaints.append(Complaint(
+                "error", f"{name}: {outside:.2g} times rtol {rtol:g}, atol {atol:g}, worst at "
+                f"{worst_indices(first, truth)}; the eager formula {eager_outside:.2g} times"))
+    typical = _typical_ratio(first, truth, eager, finite) if even and not complaints else 0.0
+    if typical > 1:
+        ratio = max(ratio, typical)
+        limit = TIMES_TYPICAL if first.device.type == "cpu" else TIMES_TYPICAL_GPU
+        complaints.append(Complaint(
+            "error", f"{name}: errors are on average {typical * limit:.2g} times those of the "
+            f"eager formula, allowed {limit:g}; worst at {worst_indices(first, truth)}"))
+    return Judgement(error, eager_error, ratio, tuple(complaints), tuple(notes))
+
+
+def _typical_ratio(out: Tensor, truth: Tensor, eager: Tensor, finite: Tensor) -> float:
+    """Returns the root mean square of the errors over what is allowed; 0 where it says nothing."""
+    if out.dtype.itemsize != 2 or int(finite.sum()) < TYPICAL_ELEMENTS:
+        return 0.0
+    info, want = torch.finfo(out.dtype), truth[finite]
+
+    def spread(t: Tensor) -> float:
+        return float(t.double().square().mean().sqrt())
+
+    # a result that is rounded once is off by 0.2 of eps or so
+    least = max(0.2 * info.eps * spread(want), info.smallest_normal)
+    limit = TIMES_TYPICAL if out.device.type == "cpu" else TIMES_TYPICAL_GPU
+    return spread(out[finite].double() - want) / (
+        limit * max(spread(eager[finite].double() - want), least))
+
+
+def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
+    gap = (out.double() - truth).abs()[finite]
+    return math.inf if gap.isnan().any() else largest(gap)
+
+
+def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float,
+             spare: Tensor | float) -> float:
+    """Returns the worst element's error over rtol, atol and what is allowed beside them."""
+    gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs() + spare)[finite]
+    return largest(torch.where(gap == 0, 0.0, gap / limit))
+
+
+def largest(t: Tensor) -> float:
+    return float(t.max()) if t.numel() else 0.0
+
+
+def _as_codes(t: Tensor) -> Tensor:
+    """Returns one-byte floats as their codes: torch compares few of those dtypes, and they must be
+    equal."""
+    return t.view(torch.uint8) if t.is_floating_point() and t.dtype.itemsize == 1 else t
+
+
+def without_nan(t: Tensor) -> Tensor:
+    """Replaces NaN, which differs from itself, so that equal garbage compares equal."""
+    t = _as_codes(t)
+    return t.nan_to_num(nan=math.inf) if t.is_floating_point() else t
+
+
+def _unravel(flat: int, shape: Sequence[int]) -> Iterator[int]:
+    rest = flat
+    for size in (math.prod(shape[i + 1:]) for i in range(len(shape))):
+        yield rest // size
+        rest %= size

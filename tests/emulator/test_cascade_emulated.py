@@ -38,7 +38,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     grouped._compiled_cascade.cache_clear()
 
 
-def test_contract() -> None:
+@pytest.mark.parametrize("config", [grouped.Config(2, 2, 3, 32, BLOCKS),
+                                    grouped.Config(8, 2, 2, 64, BLOCKS, wgmma=True)])
+def test_contract(config: grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "cascade_config", lambda *facts: config)
     kernel = on_cpu("cuda.paged_attention_shared")
     results = [check_case(kernel, {**SHAPE, **case}, "bfloat16", "cpu") for case in PAGED]
     assert [str(r) for r in results if r.status != "passed"] == []
@@ -72,7 +75,7 @@ def planned(args: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
     sequences = len(args[4])
     room = BLOCKS // SHAPE["hkv"] + 1 + 2 * sequences
     words = spaces[-1].view(torch.int32)
-    count = int(words[8 * (room + 2 * sequences)])
+    count = int(words[8 * room])
     entries: list[tuple[int, ...]] = []
     for begin, end, *rest in words[:8 * count].view(-1, 8)[:, :5].tolist():
         if entries and entries[-1][1:] == (begin, *rest):

@@ -32,6 +32,7 @@ class Config(NamedTuple):
     # heads
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
+    wgmma: bool = False    # grouped_wgmma.cu, which has the queries in shared memory
 
     @property
     def rows(self) -> int:
@@ -42,15 +43,19 @@ class Config(NamedTuple):
         """Returns the bytes of shared memory for the stages of keys and values."""
         return self.stages * self.step * dim * 4
 
+    def queries(self, dim: int) -> int:
+        """Returns the bytes of shared memory that queries keep, and what aligns the stages."""
+        return self.rows * dim * 2 + 1024 if self.wgmma else 0
+
 
 def grouped_shared_bytes(dim: int, cfg: Config) -> int:
     """Returns the bytes of shared memory: stages of keys and values, spans, columns, and steps."""
-    return cfg.ring(dim) + cfg.stages * 8 + cfg.rows * 32 + 8
+    return cfg.ring(dim) + cfg.queries(dim) + cfg.stages * 8 + cfg.rows * 32 + 24
 
 
 def cascade_shared_bytes(dim: int, cfg: Config) -> int:
     """Returns the bytes of shared memory: stages of keys and values, and columns."""
-    return cfg.ring(dim) + cfg.rows * 16 + cfg.warps * 4
+    return cfg.ring(dim) + cfg.queries(dim) + cfg.rows * 16 + cfg.warps * 4
 
 
 # By head dim, the fastest on an H200, and what fits smaller devices.
@@ -74,14 +79,18 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     return cfg._replace(splits=max(splits, 1))
 
 
+def resident(dim: int, cfg: Config, machine: compiler.Machine) -> int:
+    """Returns how many blocks of cascade.cu a multiprocessor runs at once."""
+    return 2 if 2 * cascade_shared_bytes(dim, cfg) <= machine.shared else 1
+
+
 @lru_cache(maxsize=4096)
 def cascade_config(dim: int, machine: compiler.Machine) -> Config:
     """Returns the launch configuration for heads of this size: as many blocks as run at once, as
     twice as many take 12 % more."""
     large, small = CASCADE[dim]
     cfg = large if cascade_shared_bytes(dim, large) <= machine.shared else small
-    at_once = 2 if 2 * cascade_shared_bytes(dim, cfg) <= machine.shared else 1
-    return cfg._replace(splits=at_once * machine.processors)
+    return cfg._replace(splits=resident(dim, cfg, machine) * machine.processors)
 
 
 def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
@@ -89,20 +98,22 @@ def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
     """`tokens`: token strides of key and value."""
     return (("BF16", int(query.dtype == torch.bfloat16)), ("DIM", query.shape[2]),
             ("GROUP", group), ("WARPS", cfg.warps), ("COLS", cfg.cols), ("STAGES", cfg.stages),
-            ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]), ("SOFTCAP", int(softcap > 0)))
+            ("STEP", cfg.step), ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]),
+            ("SOFTCAP", int(softcap > 0)))
 
 
 @lru_cache(maxsize=None)
-def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int) -> tuple[Any, Any]:
-    source = "attention/grouped.cu"
+def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int,
+                      wgmma: bool) -> tuple[Any, Any]:
+    source = "attention/grouped_wgmma.cu" if wgmma else "attention/grouped.cu"
     return (compiler.kernel(source, "grouped", macros, threads, shared),
             compiler.kernel(source, "merge", macros, threads))
 
 
 @lru_cache(maxsize=None)
-def _compiled_cascade(macros: compiler.Macros, threads: int, shared: int,
-                      plan_shared: int) -> tuple[Any, Any, Any]:
-    source = "attention/cascade.cu"
+def _compiled_cascade(macros: compiler.Macros, threads: int, shared: int, plan_shared: int,
+                      wgmma: bool) -> tuple[Any, Any, Any]:
+    source = "attention/cascade_wgmma.cu" if wgmma else "attention/cascade.cu"
     return (compiler.kernel(source, "plan", macros, PLANNERS, plan_shared),
             compiler.kernel(source, "attend", macros, threads, shared),
             compiler.kernel(source, "merge", macros, threads))
@@ -137,9 +148,9 @@ def grouped_attention_decode(
     cfg = grouped_config(group * max_seqlen_q, count, kv_heads,
                          min(key.shape[0], count * max_seqlen_k), dim,
                          compiler.machine_of(query.device))
-    macros = (*_macros(query, group, (key.stride(0), value.stride(0)), softcap, cfg),
-              ("STEP", cfg.step))
-    attend, merge = _compiled_grouped(macros, cfg.warps * 32, grouped_shared_bytes(dim, cfg))
+    macros = _macros(query, group, (key.stride(0), value.stride(0)), softcap, cfg)
+    attend, merge = _compiled_grouped(macros, cfg.warps * 32, grouped_shared_bytes(dim, cfg),
+                                      cfg.wgmma)
     # a pass has as many items as fit into a block, even if all of them see a key
     passes = -(-count // (cfg.rows // (group * max_seqlen_q)))
     out, log_sums = _results(query, return_lse)
@@ -169,14 +180,17 @@ def paged_attention_shared(
     strides = key_cache.stride(slot), value_cache.stride(slot)
     macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page),
               ("PLANNERS", PLANNERS))
+    if cfg.wgmma:
+        macros += (("RESIDENT", resident(dim, cfg, compiler.machine_of(query.device))),)
     room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
-                                            cascade_shared_bytes(dim, cfg), 16 + 12 * room)
+                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room,
+                                            cfg.wgmma)
     out, log_sums = _results(query, return_lse)
     # Each sequence has two places: what it shares, and its own.
     units = cfg.splits // kv_heads + 1 + 2 * count
     parts = (cfg.splits // kv_heads + 1) * cfg.rows + 2 * count * max_queries * group
-    size = units * 8 + 22 * count + rows + 8 + parts * kv_heads * (dim + 2)
+    size = units * 8 + 6 * count + rows + 8 + parts * kv_heads * (dim + 2)
     workspace = torch.empty(size, dtype=torch.float32, device=query.device)
     varying: tuple[Varying, ...] = ()
     if replay.watcher() is not None:               # the table widens as sequences grow

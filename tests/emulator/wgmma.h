@@ -4,7 +4,7 @@
 #include "device.h"
 
 FN u8* aligned_shared() { return shared(); }
-FN u64 operand(const u8* at, int next_half = 16) { return u64(next_half) << 32 | u64(at - shared()) >> 4; }
+FN u32 operand(const u8* at, int next_half = 16) { return u32(next_half >> 4) << 16 | u32(at - shared()) >> 4; }
 FN void wgmma_fence() { sync_warp(); }
 FN void wgmma_commit() {}
 template <int N> FN void wgmma_wait() { sync_warp(); }
@@ -13,8 +13,8 @@ template <int N> FN void pin(float (&)[N]) {}
 
 namespace emulator {
 
-template <bool IS_BF16> float element(u64 operand, int at) {
-    u32 address = u32(operand) * 16 + at;
+template <bool IS_BF16> float element(u32 operand, int at) {
+    u32 address = (operand & 0xFFFF) * 16 + at;
     address ^= (address >> 7 & 7) << 4;
     u16 half;
     memcpy(&half, shared() + address, 2);
@@ -23,7 +23,7 @@ template <bool IS_BF16> float element(u64 operand, int at) {
 
 }  // namespace emulator
 
-template <bool IS_BF16, int N> FN void wgmma_rows(float (&d)[N], u64 a, u64 b, bool more) {
+template <bool IS_BF16, int N> FN void wgmma_rows(float (&d)[N], u32 a, u32 b, bool more) {
     const int g = lane() / 4, t = lane() % 4;
     for (int i = 0; i < N; ++i) {
         const int row = warp() % 4 * 16 + g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
@@ -34,7 +34,7 @@ template <bool IS_BF16, int N> FN void wgmma_rows(float (&d)[N], u64 a, u64 b, b
     sync_warp();
 }
 
-template <bool IS_BF16, int N> FN void wgmma_columns(float (&d)[N], const u32 (&a)[4], u64 b) {
+template <bool IS_BF16, int N> FN void wgmma_columns(float (&d)[N], const u32 (&a)[4], u32 b) {
     emulator::Warp& warp = emulator::current_warp();
     memcpy(warp.a[lane()], a, sizeof a);
     sync_warp();
@@ -44,7 +44,7 @@ template <bool IS_BF16, int N> FN void wgmma_columns(float (&d)[N], const u32 (&
         for (int k = 0; k < 16; ++k) {
             const u32 left = warp.a[(row % 8) * 4 + k % 8 / 2][(row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0)];
             d[i] += to_float<IS_BF16>(u16(left >> (16 * (k & 1))))
-                    * emulator::element<IS_BF16>(b, column / 64 * int(b >> 32) + column % 64 * 2 + k * 128);
+                    * emulator::element<IS_BF16>(b, column / 64 * int(b >> 16) * 16 + column % 64 * 2 + k * 128);
         }
     }
     sync_warp();

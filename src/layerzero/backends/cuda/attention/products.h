@@ -22,9 +22,9 @@ FN int place_of(int row, int unit, int half) { return unit / 8 * half + row * 12
 struct Products {
     int used, row_groups, key_sets, row_group, key_set;
     int first_row;                                 // of this thread; others are 8 and ROWS further
-    int all_begin, all_end, any_begin;             // what all rows of this group see, and what any of them sees
-    int any_end[PRODUCTS];
-    u64 query_operand, key_operand, value_operand;
+    int all_begin, all_end[PRODUCTS];              // what all rows of this warp see
+    int any_begin, any_end[PRODUCTS];              // what any row of this group sees
+    u32 query_operand, key_operand, value_operand;
     float best[PRODUCTS][2], total[PRODUCTS][2], acc[PRODUCTS][DIM / 2];
 };
 
@@ -34,25 +34,26 @@ template <typename QueryOf> FN Products load_queries(u8* ring, const Column* col
     u8* const queries = ring + RING;
     a.used = used, a.row_groups = 1;
     while (a.row_groups * GROUP_ROWS < used) a.row_groups *= 2;
-    a.key_sets = WARPS / 4 / a.row_groups, a.row_group = warp() / 4 % a.row_groups, a.key_set = warp() / 4 / a.row_groups;
+    a.key_sets = WARPS / 4 / a.row_groups, a.row_group = warp() / 4 % a.row_groups;
+    a.key_set = warp() / 4 / a.row_groups;
     ROLLED for (int n = thread(); n < a.row_groups * GROUP_ROWS * UNITS; n += THREADS) {
         const u16* const from = n / UNITS < used ? query_of(n / UNITS) : nullptr;
         store4(queries + place_of(n / UNITS, n % UNITS, QUERY_HALF), from ? load4(from + n % UNITS * 8) : Four{0, 0, 0, 0});
     }
     show_to_wgmma();
-    a.all_begin = 0, a.all_end = PAST_KEYS, a.any_begin = PAST_KEYS;
+    a.all_begin = 0, a.any_begin = PAST_KEYS;
     UNROLL for (int m = 0; m < PRODUCTS; ++m) {
-        a.any_end[m] = 0;
+        a.all_end[m] = PAST_KEYS, a.any_end[m] = 0;
         UNROLL for (int n = 0; n < ROWS; n += 32) {
-            const int at = a.row_group * GROUP_ROWS + m * ROWS + n + lane();
+            const int row = n + lane(), at = a.row_group * GROUP_ROWS + m * ROWS + row;
             if (at >= used) continue;
             const Column seen = columns[at];
-            a.all_begin = max_int(a.all_begin, seen.low), a.all_end = min_int(a.all_end, seen.high);
+            if (row / 16 == warp() % 4) a.all_begin = max_int(a.all_begin, seen.low), a.all_end[m] = min_int(a.all_end[m], seen.high);
             if (seen.low < seen.high) a.any_begin = min_int(a.any_begin, seen.low), a.any_end[m] = max_int(a.any_end[m], seen.high);
         }
-        a.any_end[m] = warp_max(a.any_end[m]);
+        a.all_end[m] = -warp_max(-a.all_end[m]), a.any_end[m] = warp_max(a.any_end[m]);
     }
-    a.all_begin = warp_max(a.all_begin), a.all_end = -warp_max(-a.all_end), a.any_begin = -warp_max(-a.any_begin);
+    a.all_begin = warp_max(a.all_begin), a.any_begin = -warp_max(-a.any_begin);
     a.first_row = a.row_group * GROUP_ROWS + warp() % 4 * 16 + lane() / 4;
     UNROLL for (int m = 0; m < PRODUCTS; ++m) {
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -74,16 +75,20 @@ FN void soften(const Params& p, Products& a, float (&scores)[TILE / 2], int m, c
     if (SOFTCAP)                                   // tanh by an exponential
         UNROLL for (int n = 0; n < TILE / 2; ++n)
             scores[n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[n] * p.scale));
-    if (first < a.all_begin || first + TILE > min_int(a.all_end, end)) {
-        Range seen[2];
+    const int past = min_int(a.all_end[m], end);
+    if (first < a.all_begin || first + TILE > past) {
+        int begin[2], stop[2];                     // of this thread's rows, from its first key on
         UNROLL for (int r = 0; r < 2; ++r) {
-            const int row = a.first_row + m * ROWS + r * 8;
-            seen[r] = row < a.used ? Range{columns[row].low, min_int(columns[row].high, end)} : Range{0, 0};
+            const int row = a.first_row + m * ROWS + r * 8, own = first + 2 * (lane() % 4);
+            begin[r] = row < a.used ? columns[row].low - own : 0;
+            stop[r] = row < a.used ? min_int(columns[row].high, end) - own : 0;
         }
-        UNROLL for (int n = 0; n < TILE / 2; ++n) {
-            const int key = first + n / 4 * 8 + 2 * (lane() % 4) + n % 2, r = n % 4 / 2;
-            if (key < seen[r].begin || key >= seen[r].end) scores[n] = -bits_float(0x7F800000);
-        }
+        if (first < a.all_begin)
+            UNROLL for (int n = 0; n < TILE / 2; ++n)
+                if (n / 4 * 8 + n % 2 < begin[n % 4 / 2]) scores[n] = -bits_float(0x7F800000);
+        if (first + TILE > past)
+            UNROLL for (int n = 0; n < TILE / 2; ++n)
+                if (n / 4 * 8 + n % 2 >= stop[n % 4 / 2]) scores[n] = -bits_float(0x7F800000);
     }
     float top[2] = {scores[0], scores[2]};
     UNROLL for (int n = 1; n < TILE / 2; ++n) top[n % 4 / 2] = fmaxf(top[n % 4 / 2], scores[n]);
@@ -111,11 +116,12 @@ FN void soften(const Params& p, Products& a, float (&scores)[TILE / 2], int m, c
 template <int COUNT, typename Params>
 FN void attend_tile(const Params& p, Products& a, const Column* columns, int at, int first, int end) {
     float scores[COUNT][TILE / 2];                 // keys 8 * (n / 4) + 2 * (lane % 4) + n % 2 of row n % 4 / 2
+    const u32 keys = shuffle(a.key_operand + (at >> 4), 0), values = shuffle(a.value_operand + (at >> 4), 0);
     wgmma_fence();
     UNROLL for (int m = 0; m < COUNT; ++m) {
         UNROLL for (int s = 0; s < DIM / 16; ++s)
             wgmma_rows<BF16>(scores[m], a.query_operand + ((s / 4 * QUERY_HALF + m * ROWS * 128 + s % 4 * 32) >> 4),
-                             a.key_operand + ((at + s / 4 * HALF + s % 4 * 32) >> 4), s > 0);
+                             keys + ((s / 4 * HALF + s % 4 * 32) >> 4), s > 0);
         wgmma_commit();
     }
     UNROLL for (int m = 0; m < COUNT; ++m) {
@@ -128,7 +134,7 @@ FN void attend_tile(const Params& p, Products& a, const Column* columns, int at,
             weights[n / 8][n % 8 / 2] = pack2<BF16>(scores[m][n], scores[m][n + 1]);
         wgmma_fence();
         UNROLL for (int n = 0; n < TILE / 16; ++n)
-            wgmma_columns<BF16>(a.acc[m], weights[n], a.value_operand + ((at + n * 16 * 128) >> 4));
+            wgmma_columns<BF16>(a.acc[m], weights[n], values + (n * 16 * 128 >> 4));
         wgmma_commit();
     }
     wgmma_wait<0>();

@@ -69,11 +69,9 @@ KERNEL(plan, Params, PLANNERS)
     let_next_begin();
     if (thread() == 0) *cost = 0;
     ROLLED for (int n = thread(); n < p.tokens; n += PLANNERS) workspace.item_of_token[n] = -1;
-    ROLLED for (int n = thread(); n < p.count; n += PLANNERS) {
-        seen[n] = keys_of(p, item_of(p, n));
-        UNROLL for (int i = 0; i < PLACES; ++i) entries[n * PLACES + i] = Entry{};
-    }
+    ROLLED for (int n = thread(); n < PLACES * p.count; n += PLANNERS) entries[n] = Entry{};
     compare(p, common);
+    ROLLED for (int n = thread(); n < p.count; n += PLANNERS) seen[n] = keys_of(p, item_of(p, n));
     sync_block();
     if (thread() == 0) *runs = join(p, common, common, pages);
     ROLLED for (int n = thread(); n < p.count; n += PLANNERS) {

@@ -32,7 +32,8 @@ class Config(NamedTuple):
     # heads
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
-    wgmma: bool = False    # grouped_wgmma.cu, which has the queries in shared memory
+    # grouped_wgmma.cu or cascade_wgmma.cu, which keep the queries in shared memory
+    wgmma: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,6 +63,9 @@ def cascade_shared_bytes(dim: int, cfg: Config) -> int:
 GROUPED = {64: (Config(8, 4, 6, 128), Config(4, 4, 4, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 4, 32)),
            256: (Config(8, 1, 3, 64), Config(4, 1, 3, 32))}
+# grouped_wgmma.cu on Hopper, where it was measured to be faster: for more rows than that
+WGMMA = {128: Config(8, 4, 2, 128, wgmma=True)}
+WGMMA_ROWS = 64
 CASCADE = {64: (Config(8, 2, 6, 128), Config(4, 2, 6, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 3, 64)),
            256: (Config(4, 1, 3, 64), Config(2, 1, 3, 32))}
@@ -73,7 +77,11 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
     large, small = GROUPED[dim]
-    cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
+    wide = WGMMA.get(dim) if machine.sm == 90 and items * rows > WGMMA_ROWS else None
+    if wide and grouped_shared_bytes(dim, wide) <= machine.shared:
+        cfg = wide
+    else:
+        cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
     return cfg._replace(splits=max(splits, 1))

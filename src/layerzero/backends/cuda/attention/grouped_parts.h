@@ -39,7 +39,6 @@ KERNEL(merge, Params, WARPS * 32)
     constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
     const Workspace workspace = workspace_of(p);
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
-    wait_for_previous();
     ROLLED for (int base = 0; base < p.count; base += 32) {
         bool here = false;
         if (base + lane() < p.count) {
@@ -51,6 +50,7 @@ KERNEL(merge, Params, WARPS * 32)
             while (!(found >> (index - base) & 1)) ++index;
             const Item item = item_of(p, index);
             const Range keys = keys_of(p, item);
+            wait_for_previous();
             const i32* cuts = workspace.cuts + pass_of(p, index) * (p.splits + 1);
             const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
             ROLLED for (int first = 0; first < p.splits; first += 32) {

@@ -252,9 +252,6 @@ template <bool IS_BF16> FN u32 pack2(float low, float high) {
     return u32(from_float<IS_BF16>(low)) | u32(from_float<IS_BF16>(high)) << 16;
 }
 
-FN void let_next_begin() {}
-FN void wait_for_previous() {}
-
 // Threads of a warp and of a block
 
 FN void sync_block() { emulator::arrive_and_wait(emulator::now->block->gate); }

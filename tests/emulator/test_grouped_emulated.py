@@ -46,7 +46,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_contract(config: grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "grouped_config", lambda *facts: config)
     kernel = on_cpu("cuda.grouped_attention_decode")
-    results = [check_case(kernel, {**SHAPE, **case}, "bfloat16", "cpu") for case in GROUPED]
+    results = [check_case(kernel, {**SHAPE, **case}, "bfloat16", "cpu") for case in GROUPED
+               if config.wgmma or "softcap" not in case]
     assert [str(r) for r in results if r.status != "passed"] == []
 
 

@@ -58,11 +58,6 @@ template <bool IS_BF16> FN u32 pack2(float low, float high) {
     return v;
 }
 
-// Kernels of a stream: one may begin while the one before it ends, if it is launched so (compiler.py)
-
-FN void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-FN void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Threads of a warp and of a block
 
 FN void sync_block() { __syncthreads(); }

@@ -33,8 +33,6 @@ KERNEL(attend, Params, WARPS * 32)
     const Workspace workspace = workspace_of(p);
     const int kv_head = block_x();
     const int g = lane() / 4, t = lane() % 4, unit_in_row = lane() % UNITS, row_in_copy = lane() / UNITS;
-    let_next_begin();
-    wait_for_previous();
     const Unit unit = workspace.units[block_y()];
     if (block_y() >= *workspace.unit_count || unit.begin >= unit.end) return;
 

@@ -1,4 +1,4 @@
-// The rows of a unit of cascade.cu or cascade_wgmma.cu, what a block has computed of them, and how the parts
+// The rows of a unit of cascade.cu, what a block has computed of them, and how the parts
 // of a row are added up. Include cascade_items.h first.
 #pragma once
 
@@ -63,7 +63,6 @@ KERNEL(merge, Params, WARPS * 32)
     constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
     const Workspace workspace = workspace_of(p);
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
-    wait_for_previous();
     const int index = workspace.item_of_token[token];
     const Item item = index < 0 ? Item{} : item_of(p, index);
     const Range keys = keys_of(p, item, token - item.first);

@@ -66,7 +66,6 @@ KERNEL(plan, Params, PLANNERS)
     i32* const pages = common + p.count;           // that a run shares
     Entry* const entries = (Entry*)(pages + p.count);  // PLACES of each item; those of a run begin with its leader's
     const int item_rows = p.max_queries * GROUP, limit = MAX_COLUMNS / item_rows;
-    let_next_begin();
     if (thread() == 0) *cost = 0;
     ROLLED for (int n = thread(); n < p.tokens; n += PLANNERS) workspace.item_of_token[n] = -1;
     ROLLED for (int n = thread(); n < PLACES * p.count; n += PLANNERS) entries[n] = Entry{};

@@ -38,7 +38,6 @@ KERNEL(grouped, Params, WARPS * 32)
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
     const Workspace workspace = workspace_of(p);
 
-    let_next_begin();
     const Split work = split_keys(p, workspace, spans, (float*)shared(), shared_facts, split, kv_head, pass);
     const int count = work.count, begin = work.begin, stop = work.stop;
     if (begin >= stop) return;

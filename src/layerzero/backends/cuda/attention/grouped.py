@@ -32,8 +32,7 @@ class Config(NamedTuple):
     # heads
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
-    # grouped_wgmma.cu or cascade_wgmma.cu, which keep the queries in shared memory
-    wgmma: bool = False
+    wgmma: bool = False    # grouped_wgmma.cu, which keeps the queries in shared memory
 
     @property
     def rows(self) -> int:
@@ -56,16 +55,20 @@ def grouped_shared_bytes(dim: int, cfg: Config) -> int:
 
 def cascade_shared_bytes(dim: int, cfg: Config) -> int:
     """Returns the bytes of shared memory: stages of keys and values, and columns."""
-    return cfg.ring(dim) + cfg.queries(dim) + cfg.rows * 16 + cfg.warps * 4
+    return cfg.ring(dim) + cfg.rows * 16 + cfg.warps * 4
 
 
 # By head dim, the fastest on an H200, and what fits smaller devices.
 GROUPED = {64: (Config(8, 4, 6, 128), Config(4, 4, 4, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 4, 32)),
            256: (Config(8, 1, 3, 64), Config(4, 1, 3, 32))}
-# grouped_wgmma.cu on Hopper, where it was measured to be faster: for more rows than that
-WGMMA = {128: Config(8, 4, 2, 128, wgmma=True)}
+# grouped_wgmma.cu on Hopper: by head dim, for up to so many rows the fastest on an H200. With fewer
+# rows than that grouped.cu is taken.
+WGMMA = {128: ((64, Config(8, 2, 2, 128, weight=256, wgmma=True)),
+               (128, Config(8, 4, 2, 128, wgmma=True)),
+               (UNBOUNDED, Config(16, 2, 2, 128, weight=256, wgmma=True)))}
 WGMMA_ROWS = 64
+MERGERS = 8                # warps of a block that merges
 CASCADE = {64: (Config(8, 2, 6, 128), Config(4, 2, 6, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 3, 64)),
            256: (Config(4, 1, 3, 64), Config(2, 1, 3, 32))}
@@ -77,19 +80,13 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
     large, small = GROUPED[dim]
-    wide = WGMMA.get(dim) if machine.sm == 90 and items * rows > WGMMA_ROWS else None
-    if wide and grouped_shared_bytes(dim, wide) <= machine.shared:
-        cfg = wide
-    else:
-        cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
+    cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
+    if machine.sm == 90 and items * rows >= WGMMA_ROWS:
+        wide = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
+        cfg = wide if grouped_shared_bytes(dim, wide) <= machine.shared else cfg
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
     return cfg._replace(splits=max(splits, 1))
-
-
-def resident(dim: int, cfg: Config, machine: compiler.Machine) -> int:
-    """Returns how many blocks of cascade.cu a multiprocessor runs at once."""
-    return 2 if 2 * cascade_shared_bytes(dim, cfg) <= machine.shared else 1
 
 
 @lru_cache(maxsize=4096)
@@ -98,7 +95,8 @@ def cascade_config(dim: int, machine: compiler.Machine) -> Config:
     twice as many take 12 % more."""
     large, small = CASCADE[dim]
     cfg = large if cascade_shared_bytes(dim, large) <= machine.shared else small
-    return cfg._replace(splits=resident(dim, cfg, machine) * machine.processors)
+    at_once = 2 if 2 * cascade_shared_bytes(dim, cfg) <= machine.shared else 1
+    return cfg._replace(splits=at_once * machine.processors)
 
 
 def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
@@ -115,13 +113,13 @@ def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int,
                       wgmma: bool) -> tuple[Any, Any]:
     source = "attention/grouped_wgmma.cu" if wgmma else "attention/grouped.cu"
     return (compiler.kernel(source, "grouped", macros, threads, shared),
-            compiler.kernel(source, "merge", macros, threads))
+            compiler.kernel(source, "merge", macros, MERGERS * 32))
 
 
 @lru_cache(maxsize=None)
-def _compiled_cascade(macros: compiler.Macros, threads: int, shared: int, plan_shared: int,
-                      wgmma: bool) -> tuple[Any, Any, Any]:
-    source = "attention/cascade_wgmma.cu" if wgmma else "attention/cascade.cu"
+def _compiled_cascade(macros: compiler.Macros, threads: int, shared: int,
+                      plan_shared: int) -> tuple[Any, Any, Any]:
+    source = "attention/cascade.cu"
     return (compiler.kernel(source, "plan", macros, PLANNERS, plan_shared),
             compiler.kernel(source, "attend", macros, threads, shared),
             compiler.kernel(source, "merge", macros, threads))
@@ -170,7 +168,7 @@ def grouped_attention_decode(
               max_seqlen_q, *_windows(window_left, 0 if is_causal else window_right), cfg.weight,
               *_factors(dim, scale, softcap))
     attend.launch((cfg.splits, kv_heads, passes), *params)
-    merge.launch((-(-heads // cfg.warps), rows, 1), *params)
+    merge.launch((-(-heads // MERGERS), rows, 1), *params)
     return out if log_sums is None else (out, log_sums)
 
 
@@ -188,12 +186,9 @@ def paged_attention_shared(
     strides = key_cache.stride(slot), value_cache.stride(slot)
     macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page),
               ("PLANNERS", PLANNERS))
-    if cfg.wgmma:
-        macros += (("RESIDENT", resident(dim, cfg, compiler.machine_of(query.device))),)
     room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
-                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room,
-                                            cfg.wgmma)
+                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room)
     out, log_sums = _results(query, return_lse)
     # Each sequence has two places: what it shares, and its own.
     units = cfg.splits // kv_heads + 1 + 2 * count

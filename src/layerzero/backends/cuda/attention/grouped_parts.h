@@ -32,9 +32,11 @@ FN void store_parts(const Params& p, const Workspace& workspace, u8* parts, cons
 }
 
 // Adds up the parts of a row: a warp for each token and head.
-KERNEL(merge, Params, WARPS * 32)
+constexpr int MERGERS = 8;                         // warps of a block
+
+KERNEL(merge, Params, MERGERS * 32)
 {
-    const int head = block_x() * WARPS + warp(), token = block_y();
+    const int head = block_x() * MERGERS + warp(), token = block_y();
     if (head >= p.heads) return;
     constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
     const Workspace workspace = workspace_of(p);
@@ -50,7 +52,6 @@ KERNEL(merge, Params, WARPS * 32)
             while (!(found >> (index - base) & 1)) ++index;
             const Item item = item_of(p, index);
             const Range keys = keys_of(p, item);
-            wait_for_previous();
             const i32* cuts = workspace.cuts + pass_of(p, index) * (p.splits + 1);
             const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
             ROLLED for (int first = 0; first < p.splits; first += 32) {

@@ -22,7 +22,6 @@ KERNEL(grouped, Params, WARPS * 32)
     const int unit = thread() % UNITS, row_in_copy = thread() / UNITS;
     const Workspace workspace = workspace_of(p);
 
-    let_next_begin();
     const Split work = split_keys(p, workspace, spans, (float*)ring, shared_facts, split, kv_head, pass);
     const int count = work.count, stop = work.stop;
     if (work.begin >= stop) return;

@@ -1,5 +1,5 @@
-// Attention of up to MAX_COLUMNS rows by Hopper's products of four warps, for grouped_wgmma.cu and
-// cascade_wgmma.cu. A block holds WARPS / 4 groups of COLS / 2 times 64 rows. Queries stay in shared
+// Attention of up to MAX_COLUMNS rows by Hopper's products of four warps, for grouped_wgmma.cu.
+// A block holds WARPS / 4 groups of COLS / 2 times 64 rows. Queries stay in shared
 // memory, scores and outputs are in registers. Where fewer groups see a key of the block, warps are also
 // sets of keys. Macros: BF16, DIM (64 or 128), WARPS, COLS (2 or 4), STAGES, STEP (a multiple of 64), SOFTCAP.
 // Include wgmma.h, items.h and what declares Params and Column first.

@@ -64,6 +64,8 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
          "lse": True},
         {"items": tuple((3 * i, 3, 5000 * (i % 3), 900 + 13 * i) for i in range(30)), "hq": 32,
          "hkv": 8, "d": 64, "softcap": 20.0, "window": (500, 0)},
+        {"items": tuple((3 * i, 3, 5000 * (i % 3), 900 + 13 * i) for i in range(30)), "hq": 32,
+         "hkv": 8, "d": 128, "softcap": 20.0, "window": (500, 0)},
         {"items": ((0, 2, 7, 5000), (2, 2, 0, 9000)), "hq": 8, "hkv": 2, "d": 256, "lse": True}),
     "cuda.quantized_linear": (
         *({"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}

@@ -72,7 +72,7 @@ def planned(args: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
     sequences = len(args[4])
     room = BLOCKS // SHAPE["hkv"] + 1 + 2 * sequences
     words = spaces[-1].view(torch.int32)
-    count = int(words[8 * (room + 2 * sequences)])
+    count = int(words[8 * room])
     entries: list[tuple[int, ...]] = []
     for begin, end, *rest in words[:8 * count].view(-1, 8)[:, :5].tolist():
         if entries and entries[-1][1:] == (begin, *rest):

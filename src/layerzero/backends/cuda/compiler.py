@@ -286,10 +286,11 @@ def limits_of(device: int) -> LaunchLimits:
 
 class Machine(NamedTuple):
     """The device properties that configurations depend on. The emulator has the memory of a
-    Hopper."""
+    Hopper, and its instructions."""
 
     processors: int = 8
     shared: int = 227 << 10                    # bytes per block
+    sm: int = 90                               # ten times the compute capability
 
 
 @lru_cache(maxsize=None)
@@ -297,8 +298,9 @@ def machine_of(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine()
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Machine(torch.cuda.get_device_properties(index).multi_processor_count,
-                   limits_of(index).shared)
+    facts = torch.cuda.get_device_properties(index)
+    return Machine(facts.multi_processor_count, limits_of(index).shared,
+                   10 * facts.major + facts.minor)
 
 
 def device_of(params: bytes, device: int) -> int:

@@ -19,6 +19,12 @@
 #include "items.h"
 #include "cascade_items.h"
 #include "cascade_plan.h"
+#include "cascade_parts.h"
+
+constexpr int TILE_BYTES = KEYS * DIM * 2;         // of K, or of V
+static_assert(STEP == WARPS * KEYS, "a warp copies a tile");
+static_assert(MAX_COLUMNS * DIM * 2 <= STAGE, "the last stage holds the queries at first");
+static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 
 KERNEL(attend, Params, WARPS * 32)
 {
@@ -39,45 +45,28 @@ KERNEL(attend, Params, WARPS * 32)
     const i32* const pages = p.table + offset64(unit.row, p.table_row);
     int page = start < stop ? pages[start / PAGE] : 0;
     int ahead = start, filled = 0;
-    const int copy_at = warp() * 2 * STEP + swizzle(row_in_copy, unit_in_row);
+    const int copy_at = warp() * 2 * TILE_BYTES + swizzle(row_in_copy, unit_in_row);
     auto fetch = [&]() {                           // 16 keys and values; zeros past the last of a pair of tiles
         if (ahead - warp() % 2 * KEYS < stop) {
             const int real = stop - ahead - row_in_copy;
-            const int next = ahead + SPAN < stop ? pages[(ahead + SPAN) / PAGE] : 0;
+            const int next = ahead + STEP < stop ? pages[(ahead + STEP) / PAGE] : 0;
             const u16* k_from = k + offset64(page, p.k_page) + ahead % PAGE * K_TOKEN;
             const u16* v_from = v + offset64(page, p.v_page) + ahead % PAGE * V_TOKEN;
             page = next;
             UNROLL for (int n = 0; n < KEYS; n += AT_ONCE) {
                 u8* to = shared() + filled + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
                 copy_async(to, k_from + n * K_TOKEN, n < real);
-                copy_async(to + STEP, v_from + n * V_TOKEN, n < real);
+                copy_async(to + TILE_BYTES, v_from + n * V_TOKEN, n < real);
             }
         }
         copy_commit();
-        ahead += SPAN;
+        ahead += STEP;
         filled = filled == RING - STAGE ? 0 : filled + STAGE;
     };
     ROLLED for (int n = 0; n < STAGES - 1; ++n) fetch();
 
-    // Columns, one for each thread: a row of an item, and the keys that it sees here.
-    const int item_rows = p.max_queries * GROUP, member = thread() / item_rows, query = thread() % item_rows / GROUP;
-    Column own = {0, 0, 0, 0};
-    if (member < unit.members) {
-        const Item item = item_of(p, unit.first + member);
-        const Range seen = keys_of(p, item, query);
-        if (query < item.n) own = Column{max_int(seen.begin, begin), min_int(seen.end, stop), item.first + query, 0};
-    }
-    if (own.low >= own.high) own.low = own.high = 0;
-    if (thread() < MAX_COLUMNS) columns[thread()] = own;
-    const u32 seeing = ballot(own.high > 0);
-    if (lane() == 0) {
-        int past = 0;
-        while (past < 32 && seeing >> past) ++past;
-        last[warp()] = seeing ? warp() * 32 + past : 0;
-    }
-    sync_block();
-    int used = 0, team = 1;
-    UNROLL for (int n = 0; n < WARPS; ++n) used = max_int(used, last[n]);
+    const int used = list_columns(p, unit, columns, last);
+    int team = 1;
     const int tiles = (used + 7) / 8;
     while (team * COLS < tiles) team *= 2;
     const int warp_tiles = (tiles + team - 1) / team, row_group = warp() % team, first_column = row_group * warp_tiles * 8;
@@ -121,7 +110,7 @@ KERNEL(attend, Params, WARPS * 32)
     sync_block();                                  // the queries are read
 
     const int key_at = swizzle(lane() % 16, lane() / 16);
-    const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + STEP;
+    const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + TILE_BYTES;
     const float scale = SOFTCAP ? 1.0f : p.scale;
     // HALVES tiles of 16 keys, as many warps copied them, for TILES tiles of columns.
     auto multiply = [&](auto chosen, auto halves, const u8* tile, int first) {
@@ -136,14 +125,14 @@ KERNEL(attend, Params, WARPS * 32)
         UNROLL for (int s = -AHEAD; s < DEPTH; ++s) {
             if (s + AHEAD < DEPTH)
                 UNROLL for (int h = 0; h < HALVES; ++h)
-                    ldmatrix4(keys[s + AHEAD][h], tile + h * 2 * STEP + advance_units(key_at, 2 * (s + AHEAD)));
+                    ldmatrix4(keys[s + AHEAD][h], tile + h * 2 * TILE_BYTES + advance_units(key_at, 2 * (s + AHEAD)));
             if (s >= 0)
                 UNROLL for (int h = 0; h < HALVES; ++h)
                     UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(sums[s % CHAINS][h][c], keys[s][h], q[c][s]);
         }
         auto load_values = [&](int n) {
             UNROLL for (int h = 0; h < HALVES; ++h)
-                ldmatrix4_transposed(values[n][h], tile + h * 2 * STEP + advance_units(value_at, 2 * n));
+                ldmatrix4_transposed(values[n][h], tile + h * 2 * TILE_BYTES + advance_units(value_at, 2 * n));
         };
         UNROLL for (int n = 0; n < AHEAD; ++n) load_values(n);
         float (&scores)[HALVES][TILES][4] = sums[0];
@@ -204,7 +193,7 @@ KERNEL(attend, Params, WARPS * 32)
     auto attend_to = [&](auto chosen, auto halves) {                           // halves: 1 for a warp alone, else 2
         constexpr int HALVES = decltype(halves)::value;
         int stage = 0;
-        ROLLED for (int base = begin; base < stop; base += SPAN) {
+        ROLLED for (int base = begin; base < stop; base += STEP) {
             copy_wait<STAGES - 2>();
             if (HALVES > 1) sync_block();          // this stage has arrived, and the one before it is read
             else sync_warp();
@@ -212,7 +201,7 @@ KERNEL(attend, Params, WARPS * 32)
             ROLLED for (int n = 0; n < team; n += HALVES) {
                 const int from = warp() / team * team + n, first = base + from * KEYS;
                 if (first < min_int(any_end, stop) && first + HALVES * KEYS > any_begin)
-                    multiply(chosen, halves, shared() + stage + from * 2 * STEP, first);
+                    multiply(chosen, halves, shared() + stage + from * 2 * TILE_BYTES, first);
             }
             stage = stage == RING - STAGE ? 0 : stage + STAGE;
         }
@@ -240,87 +229,8 @@ KERNEL(attend, Params, WARPS * 32)
                 if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
             }
         }
-    sync_block();
-    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
-        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
-        const int row = at - group * warp_tiles * 8;
-        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
-        ROLLED for (int set = 0; set < WARPS / team; ++set) {
-            u8* const from = shared() + (set * team + group) * Part::PART;
-            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
-            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
-            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
-            top = higher;
-            sum = sum * old + stats.y * share;
-            out[0] = out[0] * old + bits_float(values.x) * share;
-            out[1] = out[1] * old + bits_float(values.y) * share;
-            out[2] = out[2] * old + bits_float(values.z) * share;
-            out[3] = out[3] * old + bits_float(values.w) * share;
-        }
-        const i64 to = (i64)(unit.part + at) * p.kv_heads + kv_head;
-        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) workspace.stats[to] = Float2{top, sum};
-    }
-}
-
-// Adds up the parts of a row: a warp for each token and head.
-KERNEL(merge, Params, WARPS * 32)
-{
-    const int head = block_x() * WARPS + warp(), token = block_y(), heads = p.kv_heads * GROUP;
-    if (head >= heads) return;
-    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
-    const Workspace workspace = workspace_of(p);
-    float top = NONE, sum = 0, out[PER_LANE][4] = {};
-    const int index = workspace.item_of_token[token];
-    const Item item = index < 0 ? Item{} : item_of(p, index);
-    const Range keys = keys_of(p, item, token - item.first);
-    Place places[PLACES];
-    UNROLL for (int n = 0; n < PLACES; ++n) places[n] = index < 0 ? Place{} : workspace.places[index * PLACES + n];
-    const int units = places[0].units + places[1].units;
-    ROLLED for (int first = 0; first < units; first += 32) {
-        const int each = first + lane();
-        const bool shared_one = each < places[0].units;
-        const Place place = shared_one ? places[0] : places[1];
-        const Unit unit = each < units ? workspace.units[place.unit + each - (shared_one ? 0 : places[0].units)] : Unit{};
-        const bool seen = max_int(keys.begin, unit.begin) < min_int(keys.end, unit.end);
-        const int column = (place.slot * p.max_queries + token - item.first) * GROUP + head % GROUP;
-        const i64 row = (i64)(unit.part + column) * p.kv_heads + head / GROUP;
-        const Float2 stats = seen ? workspace.stats[row] : Float2{NONE, 0};
-        const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
-        const float share = seen ? fast_exp2(stats.x - higher) : 0.0f;
-        top = higher;
-        sum = sum * old + warp_sum(share * stats.y);
-        UNROLL for (int i = 0; i < PER_LANE; ++i)
-            UNROLL for (int e = 0; e < 4; ++e) out[i][e] *= old;
-        ROLLED for (u32 left = ballot(seen); left;) {
-            float weights[AHEAD];
-            const float* from[AHEAD];
-            int at = 0;
-            UNROLL for (int a = 0; a < AHEAD; ++a) {           // where none is left, the last is read again and counts nothing
-                const bool real = left != 0;
-                if (real) at = lowest_bit(left);
-                left &= left - 1;
-                weights[a] = shuffle(share, at) * (real ? 1.0f : 0.0f);
-                from[a] = workspace.parts + shuffle(row, at) * DIM;
-            }
-            UNROLL for (int a = 0; a < AHEAD; ++a)
-                UNROLL for (int i = 0; i < PER_LANE; ++i) {
-                    const Four values = load4(from[a] + (i * 32 + lane() % QUADS) * 4);
-                    out[i][0] += weights[a] * bits_float(values.x);
-                    out[i][1] += weights[a] * bits_float(values.y);
-                    out[i][2] += weights[a] * bits_float(values.z);
-                    out[i][3] += weights[a] * bits_float(values.w);
-                }
-        }
-    }
-    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
-    const i64 row = (i64)token * heads + head;
-    UNROLL for (int i = 0; i < PER_LANE; ++i)
-        if (i * 32 + lane() < QUADS) {
-            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
-            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
-            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
-        }
-    if (p.lse && lane() == 0)
-        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+    store_parts(p, workspace, shared(), unit, used, team, kv_head, [&](int at) {
+        const int group = at / (warp_tiles * 8);
+        return WarpRow{group, at - group * warp_tiles * 8};
+    });
 }

@@ -23,12 +23,6 @@ struct alignas(16) Unit {                          // work of a block: `members`
     i32 unused[2];
 };
 
-struct alignas(16) Entry {                         // items that see much the same keys; it is cut into units
-    i32 begin, end, row, first, members;           // as those of Unit
-    i32 place;                                     // which of the members' places it is
-    i64 cost;
-};
-
 struct Place { i32 unit, units, slot; };           // where parts of an item are: units, and which member of them it is
 
 struct Column {
@@ -36,18 +30,14 @@ struct Column {
     i32 token, unused;
 };
 
-constexpr int SPAN = WARPS * KEYS;                 // of a stage: a warp copies a tile
-constexpr int STEP = KEYS * DIM * 2;               // bytes of K, or of V, of a tile
-constexpr int STAGE = WARPS * 2 * STEP, RING = STAGES * STAGE;
+constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
+constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
 constexpr int PLACES = 2;                          // of an item: the pages that it shares, and its own
-static_assert(MAX_COLUMNS * DIM * 2 <= STAGE, "the last stage holds the queries at first");
-static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 FN int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Global memory between the launches.
 struct Workspace {
     Unit* units;                                   // max_units
-    Entry* entries;                                // PLACES of each item at most
     Place* places;                                 // PLACES of each item
     i32* item_of_token;                            // or -1
     i32* unit_count;
@@ -57,14 +47,13 @@ struct Workspace {
 
 FN Workspace workspace_of(const Params& p) {
     Unit* const units = (Unit*)p.workspace;
-    Entry* const entries = (Entry*)(units + p.max_units);
-    i32* const unit_count = (i32*)(entries + PLACES * p.count);
+    i32* const unit_count = (i32*)(units + p.max_units);
     Place* const places = (Place*)(unit_count + 4);
     i32* const tokens = (i32*)(places + PLACES * p.count);
-    const i64 before = (i64)p.max_units * 8 + 4 + 11 * PLACES * p.count + p.tokens;
+    const i64 before = (i64)p.max_units * 8 + 4 + 3 * PLACES * p.count + p.tokens;
     float* const parts = p.workspace + (before + 3) / 4 * 4;
     const i64 rows = (i64)(p.blocks / p.kv_heads + 1) * MAX_COLUMNS + (i64)PLACES * p.count * p.max_queries * GROUP;
-    return Workspace{units, entries, places, tokens, unit_count, (Float2*)(parts + rows * p.kv_heads * DIM), parts};
+    return Workspace{units, places, tokens, unit_count, (Float2*)(parts + rows * p.kv_heads * DIM), parts};
 }
 
 FN Item item_of(const Params& p, int index) {

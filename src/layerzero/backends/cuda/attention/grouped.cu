@@ -17,6 +17,15 @@
 #include "tiles.h"
 #include "items.h"
 #include "grouped_items.h"
+#include "grouped_split.h"
+#include "grouped_parts.h"
+
+constexpr int PAIR = 2 * KEYS;                     // of the two tiles that a warp processes together
+constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
+constexpr int QUERY_STAGES = (MAX_COLUMNS * DIM * 2 + STAGE - 1) / STAGE;      // the last ones hold the queries at first
+static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP % PAIR == 0, "a warp copies rows of one tile");
+static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
+static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
 
 KERNEL(grouped, Params, WARPS * 32)
 {
@@ -24,74 +33,24 @@ KERNEL(grouped, Params, WARPS * 32)
     Span* const spans = (Span*)room;               // MAX_COLUMNS
     Column* const columns = (Column*)(spans + MAX_COLUMNS);                    // MAX_COLUMNS
     Range* const steps = (Range*)(columns + MAX_COLUMNS);  // STAGES
-    i32* const cut = (i32*)(steps + STAGES);       // begin and end of this split
+    Shared* const shared_facts = (Shared*)(steps + STAGES);
     const int split = block_x(), kv_head = block_y(), pass = block_z();
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
     const Workspace workspace = workspace_of(p);
 
-    // The items of this pass, one for each thread.
-    const int count = (p.count - pass + p.passes - 1) / p.passes;
-    const Item item = thread() < count ? item_of(p, index_of(p, pass, thread())) : Item{};
-    const Range keys = keys_of(p, item);
-    if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
-    sync_block();
-    int fresh = keys.begin, lowest = PAST_KEYS, highest = 0;
-    for (int n = 0; n < count; ++n) {
-        const Span other = spans[n];
-        if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = max_int(fresh, other.high);
-        if (other.low < other.high) lowest = min_int(lowest, other.low), highest = max_int(highest, other.high);
-    }
-    sync_block();
-    if (thread() < count) spans[thread()].fresh = min_int(fresh, keys.end);
-    sync_block();
-
-    // Cut the keys where the cost reaches split / splits of the total.
-    lowest = highest ? lowest / KEYS * KEYS : 0;
-    const int grain = (highest - lowest + THREADS * KEYS - 1) / (THREADS * KEYS) * KEYS;
-    const int mine = lowest + thread() * grain;
-    i64 cost = 0, all = 0;                         // of the keys before this thread's grain, and of all
-    for (int n = 0; n < count; ++n) {
-        const Span span = spans[n];
-        const int end = min_int(mine, span.high);
-        cost += (i64)span.rows * max_int(end - span.low, 0) + (i64)p.weight * max_int(end - span.fresh, 0);
-        all += (i64)span.rows * (span.high - span.low) + (i64)p.weight * (span.high - span.fresh);
-    }
-    i64* const costs = (i64*)shared();
-    costs[thread()] = cost;
-    if (thread() == 0) costs[THREADS] = all;
-    if (thread() < 2) cut[thread()] = split + thread() == p.splits ? highest : lowest;
-    sync_block();
-    UNROLL for (int n = 0; n < 2; ++n) {
-        const i64 target = all * (split + n) / p.splits, after = costs[thread() + 1];
-        if (cost < target && target <= after && split + n < p.splits)
-            cut[n] = mine + ((int)((target - cost) * grain / (after - cost)) + KEYS - 1) / KEYS * KEYS;
-    }
-    sync_block();
-    const int begin = cut[0], stop = cut[1];
-    if (kv_head == 0 && thread() < 2 && (thread() == 0 || split + 1 == p.splits))
-        workspace.cuts[pass * (p.splits + 1) + split + thread()] = cut[thread()];
+    const Split work = split_keys(p, workspace, spans, (float*)shared(), shared_facts, split, kv_head, pass);
+    const int count = work.count, begin = work.begin, stop = work.stop;
     if (begin >= stop) return;
 
     // Steps of keys, each of which some item sees, are copied a few ahead.
     int x = begin, until = begin;                  // the next key; one item covers [x, until)
     const int copied = warp() * COPIED;
-    auto seek = [&]() {
-        if (x >= until) {
-            int next = PAST_KEYS;
-            ROLLED for (int n = lane(); n < count; n += 32)
-                if (spans[n].high > x) next = min_int(next, max_int(spans[n].low, x));
-            x = -warp_max(-next);
-            int furthest = 0;
-            ROLLED for (int n = lane(); n < count; n += 32)
-                if (spans[n].low <= x && spans[n].high > x) furthest = max_int(furthest, spans[n].high);
-            until = warp_max(furthest);
-        }
-    };
     const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
     const u16* const v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN) + unit * 8;
     const int copy_at = swizzle(copied + row_in_copy, unit);
     int filled = 0;                                // the stage that is filled next
     auto fetch = [&]() {                           // zeros past the last key of a pair of tiles
+        if (x < stop) seek(spans, count, x, until);
         const int end = x < stop ? min_int(min_int(x + STEP, until), stop) : x;
         if (thread() == 0) steps[filled] = Range{x, end};
         if (x + copied / PAIR * PAIR < end) {
@@ -105,36 +64,17 @@ KERNEL(grouped, Params, WARPS * 32)
         }
         copy_commit();
         filled = filled == STAGES - 1 ? 0 : filled + 1;
-        if (x < stop) {
-            x = end;
-            seek();
-        }
+        x = end;
     };
-    seek();
     ROLLED for (int n = 0; n < STAGES - QUERY_STAGES; ++n) fetch();
 
-    // Columns: rows of the items that see a key here, by descending end.
-    int used = 0, column = 0;
-    for (int n = 0; n < count; ++n) {
-        const Span span = spans[n];
-        const int rows = max_int(span.low, begin) < min_int(span.high, stop) ? span.rows : 0;
-        used += rows;
-        if (span.high > keys.end || (span.high == keys.end && n < thread())) column += rows;
-    }
-    if (max_int(keys.begin, begin) < min_int(keys.end, stop)) {
-        const int row = index_of(p, pass, thread()) * p.max_queries * GROUP;
-        ROLLED for (int n = 0; n < item.n * GROUP; ++n) {
-            const Range seen = keys_of(p, item, n / GROUP);
-            columns[column + n] = Column{max_int(seen.begin, begin), min_int(seen.end, stop), item.first + n / GROUP, row + n};
-        }
-    }
+    const int used = list_columns(p, work, spans, columns, shared_facts, pass);
     const int tiles = (used + 7) / 8;
     int row_groups = WARPS * PAIR / STEP > 1 ? WARPS * PAIR / STEP : 1;        // no more key sets than pairs
     while (row_groups * COLS < tiles) row_groups *= 2;
     const int warp_tiles = (tiles + row_groups - 1) / row_groups, key_sets = WARPS / row_groups;
     const int row_group = warp() % row_groups, key_set = warp() / row_groups;
     const int first_column = row_group * warp_tiles * 8;
-    sync_block();
     u8* const queries = shared() + (STAGES - QUERY_STAGES) * STAGE;
     ROLLED for (int n = thread(); n < row_groups * warp_tiles * 8 * UNITS; n += THREADS) {
         const int at = n / UNITS;
@@ -288,87 +228,8 @@ KERNEL(grouped, Params, WARPS * 32)
                 if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
             }
         }
-    sync_block();
-    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
-        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
-        const int row = at - group * warp_tiles * 8;
-        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
-        ROLLED for (int set = 0; set < key_sets; ++set) {
-            u8* const from = shared() + (set * row_groups + group) * Part::PART;
-            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
-            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
-            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
-            top = higher;
-            sum = sum * old + stats.y * share;
-            out[0] = out[0] * old + bits_float(values.x) * share;
-            out[1] = out[1] * old + bits_float(values.y) * share;
-            out[2] = out[2] * old + bits_float(values.z) * share;
-            out[3] = out[3] * old + bits_float(values.w) * share;
-        }
-        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
-        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) workspace.stats[to] = Float2{top, sum};
-    }
-}
-
-// Adds up the parts of a row: a warp for each token and head.
-KERNEL(merge, Params, WARPS * 32)
-{
-    const int head = block_x() * WARPS + warp(), token = block_y();
-    if (head >= p.heads) return;
-    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
-    const Workspace workspace = workspace_of(p);
-    float top = NONE, sum = 0, out[PER_LANE][4] = {};
-    ROLLED for (int base = 0; base < p.count; base += 32) {
-        bool here = false;
-        if (base + lane() < p.count) {
-            const Item item = item_of(p, base + lane());
-            here = item.first <= token && token < item.first + item.n;
-        }
-        ROLLED for (u32 found = ballot(here); found; found &= found - 1) {
-            int index = base;
-            while (!(found >> (index - base) & 1)) ++index;
-            const Item item = item_of(p, index);
-            const Range keys = keys_of(p, item);
-            const i32* cuts = workspace.cuts + pass_of(p, index) * (p.splits + 1);
-            const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
-            ROLLED for (int first = 0; first < p.splits; first += 32) {
-                const int split = first + lane();
-                const bool seen = split < p.splits && max_int(keys.begin, cuts[split]) < min_int(keys.end, cuts[split + 1]);
-                const Float2 stats = seen ? workspace.stats[(i64)split * workspace.rows + row] : Float2{NONE, 0};
-                const u32 splits = ballot(seen);
-                const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
-                const float share = fast_exp2(stats.x - higher) * (seen ? 1.0f : 0.0f);
-                top = higher;
-                sum = sum * old + warp_sum(share * stats.y);
-                UNROLL for (int n = 0; n < PER_LANE; ++n)
-                    UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
-                const int low = -warp_max(seen ? -split : -PAST_KEYS), high = warp_max(seen ? split + 1 : 0);
-                ROLLED for (int n = low; n < high; n += AHEAD)
-                    UNROLL for (int m = 0; m < AHEAD; ++m) {
-                        // where there is no part, another is read in its place and counts nothing
-                        const bool real = n + m < high && splits >> (n + m - first) & 1;
-                        const float weight = shuffle(share, n + m - first) * (real ? 1.0f : 0.0f);
-                        const float* from = workspace.parts + ((i64)(real ? n + m : low) * workspace.rows + row) * DIM;
-                        UNROLL for (int i = 0; i < PER_LANE; ++i) {
-                            const Four values = load4(from + (i * 32 + lane() % QUADS) * 4);
-                            out[i][0] += weight * bits_float(values.x);
-                            out[i][1] += weight * bits_float(values.y);
-                            out[i][2] += weight * bits_float(values.z);
-                            out[i][3] += weight * bits_float(values.w);
-                        }
-                    }
-            }
-        }
-    }
-    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
-    const i64 row = (i64)token * p.heads + head;
-    UNROLL for (int i = 0; i < PER_LANE; ++i)
-        if (i * 32 + lane() < QUADS) {
-            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
-            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
-            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
-        }
-    if (p.lse && lane() == 0)
-        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+    store_parts(p, workspace, shared(), columns, used, row_groups, split, kv_head, [&](int at) {
+        const int group = at / (warp_tiles * 8);
+        return WarpRow{group, at - group * warp_tiles * 8};
+    });
 }

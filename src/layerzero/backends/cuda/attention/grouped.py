@@ -32,6 +32,7 @@ class Config(NamedTuple):
     # heads
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
+    wgmma: bool = False    # grouped_wgmma.cu, which keeps the queries in shared memory
 
     @property
     def rows(self) -> int:
@@ -42,10 +43,14 @@ class Config(NamedTuple):
         """Returns the bytes of shared memory for the stages of keys and values."""
         return self.stages * self.step * dim * 4
 
+    def queries(self, dim: int) -> int:
+        """Returns the bytes of shared memory that queries keep, and what aligns the stages."""
+        return self.rows * dim * 2 + 1024 if self.wgmma else 0
+
 
 def grouped_shared_bytes(dim: int, cfg: Config) -> int:
     """Returns the bytes of shared memory: stages of keys and values, spans, columns, and steps."""
-    return cfg.ring(dim) + cfg.stages * 8 + cfg.rows * 32 + 8
+    return cfg.ring(dim) + cfg.queries(dim) + cfg.stages * 8 + cfg.rows * 32 + 24
 
 
 def cascade_shared_bytes(dim: int, cfg: Config) -> int:
@@ -57,6 +62,13 @@ def cascade_shared_bytes(dim: int, cfg: Config) -> int:
 GROUPED = {64: (Config(8, 4, 6, 128), Config(4, 4, 4, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 4, 32)),
            256: (Config(8, 1, 3, 64), Config(4, 1, 3, 32))}
+# grouped_wgmma.cu on Hopper: by head dim, for up to so many rows the fastest on an H200. With fewer
+# rows than that grouped.cu is taken.
+WGMMA = {128: ((64, Config(8, 2, 2, 128, weight=256, wgmma=True)),
+               (128, Config(8, 4, 2, 128, wgmma=True)),
+               (UNBOUNDED, Config(16, 2, 2, 128, weight=256, wgmma=True)))}
+WGMMA_ROWS = 64
+MERGERS = 8                # warps of a block that merges
 CASCADE = {64: (Config(8, 2, 6, 128), Config(4, 2, 6, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 3, 64)),
            256: (Config(4, 1, 3, 64), Config(2, 1, 3, 32))}
@@ -69,6 +81,9 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     all: one block per multiprocessor."""
     large, small = GROUPED[dim]
     cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
+    if machine.sm == 90 and items * rows >= WGMMA_ROWS:
+        wide = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
+        cfg = wide if grouped_shared_bytes(dim, wide) <= machine.shared else cfg
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
     return cfg._replace(splits=max(splits, 1))
@@ -89,14 +104,16 @@ def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
     """`tokens`: token strides of key and value."""
     return (("BF16", int(query.dtype == torch.bfloat16)), ("DIM", query.shape[2]),
             ("GROUP", group), ("WARPS", cfg.warps), ("COLS", cfg.cols), ("STAGES", cfg.stages),
-            ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]), ("SOFTCAP", int(softcap > 0)))
+            ("STEP", cfg.step), ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]),
+            ("SOFTCAP", int(softcap > 0)))
 
 
 @lru_cache(maxsize=None)
-def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int) -> tuple[Any, Any]:
-    source = "attention/grouped.cu"
+def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int,
+                      wgmma: bool) -> tuple[Any, Any]:
+    source = "attention/grouped_wgmma.cu" if wgmma else "attention/grouped.cu"
     return (compiler.kernel(source, "grouped", macros, threads, shared),
-            compiler.kernel(source, "merge", macros, threads))
+            compiler.kernel(source, "merge", macros, MERGERS * 32))
 
 
 @lru_cache(maxsize=None)
@@ -137,9 +154,9 @@ def grouped_attention_decode(
     cfg = grouped_config(group * max_seqlen_q, count, kv_heads,
                          min(key.shape[0], count * max_seqlen_k), dim,
                          compiler.machine_of(query.device))
-    macros = (*_macros(query, group, (key.stride(0), value.stride(0)), softcap, cfg),
-              ("STEP", cfg.step))
-    attend, merge = _compiled_grouped(macros, cfg.warps * 32, grouped_shared_bytes(dim, cfg))
+    macros = _macros(query, group, (key.stride(0), value.stride(0)), softcap, cfg)
+    attend, merge = _compiled_grouped(macros, cfg.warps * 32, grouped_shared_bytes(dim, cfg),
+                                      cfg.wgmma)
     # a pass has as many items as fit into a block, even if all of them see a key
     passes = -(-count // (cfg.rows // (group * max_seqlen_q)))
     out, log_sums = _results(query, return_lse)
@@ -151,7 +168,7 @@ def grouped_attention_decode(
               max_seqlen_q, *_windows(window_left, 0 if is_causal else window_right), cfg.weight,
               *_factors(dim, scale, softcap))
     attend.launch((cfg.splits, kv_heads, passes), *params)
-    merge.launch((-(-heads // cfg.warps), rows, 1), *params)
+    merge.launch((-(-heads // MERGERS), rows, 1), *params)
     return out if log_sums is None else (out, log_sums)
 
 
@@ -171,12 +188,12 @@ def paged_attention_shared(
               ("PLANNERS", PLANNERS))
     room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
-                                            cascade_shared_bytes(dim, cfg), 16 + 12 * room)
+                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room)
     out, log_sums = _results(query, return_lse)
     # Each sequence has two places: what it shares, and its own.
     units = cfg.splits // kv_heads + 1 + 2 * count
     parts = (cfg.splits // kv_heads + 1) * cfg.rows + 2 * count * max_queries * group
-    size = units * 8 + 22 * count + rows + 8 + parts * kv_heads * (dim + 2)
+    size = units * 8 + 6 * count + rows + 8 + parts * kv_heads * (dim + 2)
     workspace = torch.empty(size, dtype=torch.float32, device=query.device)
     varying: tuple[Varying, ...] = ()
     if replay.watcher() is not None:               # the table widens as sequences grow

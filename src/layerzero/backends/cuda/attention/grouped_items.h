@@ -25,14 +25,9 @@ struct alignas(16) Column {
     i32 token, row;                                // item * max_queries * GROUP + query * GROUP + head of the group
 };
 
-constexpr int PAIR = 2 * KEYS;                     // of the two tiles that a warp processes together
-constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
 constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
 constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
-constexpr int QUERY_STAGES = (MAX_COLUMNS * DIM * 2 + STAGE - 1) / STAGE;      // the last ones hold the queries at first
-static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP % PAIR == 0, "a warp copies rows of one tile");
-static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
-static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
+
 // Global memory between the launches: for each split the outputs and the maxima and sums of all rows
 // of items, and for each pass where its splits begin.
 struct Workspace {

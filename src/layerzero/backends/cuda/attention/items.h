@@ -8,6 +8,7 @@ struct Item {                          // queries [first, first + n) see keys of
 };
 
 struct Range { i32 begin, end; };
+struct WarpRow { int warp, row; };                 // of a column: which warp has its part, and in which row of that
 
 constexpr int KEYS = 16;                           // of an MMA tile
 constexpr int THREADS = WARPS * 32;

@@ -1,0 +1,96 @@
+// What a block of grouped.cu or grouped_wgmma.cu has computed, and how the parts of a row are added up.
+// Include grouped_items.h first.
+#pragma once
+
+
+// All warps have stored their parts. `warp_row` says for a column which warp has it, and in which row of its
+// part; each `next_set` warps further another set of keys follows. These are added up here and stored for `merge`.
+template <typename WarpRowOf>
+FN void store_parts(const Params& p, const Workspace& workspace, u8* parts, const Column* columns, int used, int next_set,
+                    int split, int kv_head, WarpRowOf warp_row) {
+    sync_block();
+    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
+        const int at = n / Part::QUADS, quad = n % Part::QUADS;
+        const WarpRow place = warp_row(at);
+        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
+        ROLLED for (int from_warp = place.warp; from_warp < WARPS; from_warp += next_set) {
+            u8* const from = parts + from_warp * Part::PART;
+            const Float2 stats = *max_sum_of(from, place.row, COLS * 8, Part::PITCH);
+            const Four values = load4(row_of(from, place.row, Part::PITCH) + quad * 4);
+            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
+            top = higher;
+            sum = sum * old + stats.y * share;
+            out[0] = out[0] * old + bits_float(values.x) * share;
+            out[1] = out[1] * old + bits_float(values.y) * share;
+            out[2] = out[2] * old + bits_float(values.z) * share;
+            out[3] = out[3] * old + bits_float(values.w) * share;
+        }
+        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
+        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
+        if (quad == 0) workspace.stats[to] = Float2{top, sum};
+    }
+}
+
+// Adds up the parts of a row: a warp for each token and head.
+constexpr int MERGERS = 8;                         // warps of a block
+
+KERNEL(merge, Params, MERGERS * 32)
+{
+    const int head = block_x() * MERGERS + warp(), token = block_y();
+    if (head >= p.heads) return;
+    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
+    const Workspace workspace = workspace_of(p);
+    float top = NONE, sum = 0, out[PER_LANE][4] = {};
+    ROLLED for (int base = 0; base < p.count; base += 32) {
+        bool here = false;
+        if (base + lane() < p.count) {
+            const Item item = item_of(p, base + lane());
+            here = item.first <= token && token < item.first + item.n;
+        }
+        ROLLED for (u32 found = ballot(here); found; found &= found - 1) {
+            int index = base;
+            while (!(found >> (index - base) & 1)) ++index;
+            const Item item = item_of(p, index);
+            const Range keys = keys_of(p, item);
+            const i32* cuts = workspace.cuts + pass_of(p, index) * (p.splits + 1);
+            const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
+            ROLLED for (int first = 0; first < p.splits; first += 32) {
+                const int split = first + lane();
+                const bool seen = split < p.splits && max_int(keys.begin, cuts[split]) < min_int(keys.end, cuts[split + 1]);
+                const Float2 stats = seen ? workspace.stats[(i64)split * workspace.rows + row] : Float2{NONE, 0};
+                const u32 splits = ballot(seen);
+                const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
+                const float share = fast_exp2(stats.x - higher) * (seen ? 1.0f : 0.0f);
+                top = higher;
+                sum = sum * old + warp_sum(share * stats.y);
+                UNROLL for (int n = 0; n < PER_LANE; ++n)
+                    UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
+                const int low = -warp_max(seen ? -split : -PAST_KEYS), high = warp_max(seen ? split + 1 : 0);
+                ROLLED for (int n = low; n < high; n += AHEAD)
+                    UNROLL for (int m = 0; m < AHEAD; ++m) {
+                        // where there is no part, another is read in its place and counts nothing
+                        const bool real = n + m < high && splits >> (n + m - first) & 1;
+                        const float weight = shuffle(share, n + m - first) * (real ? 1.0f : 0.0f);
+                        const float* from = workspace.parts + ((i64)(real ? n + m : low) * workspace.rows + row) * DIM;
+                        UNROLL for (int i = 0; i < PER_LANE; ++i) {
+                            const Four values = load4(from + (i * 32 + lane() % QUADS) * 4);
+                            out[i][0] += weight * bits_float(values.x);
+                            out[i][1] += weight * bits_float(values.y);
+                            out[i][2] += weight * bits_float(values.z);
+                            out[i][3] += weight * bits_float(values.w);
+                        }
+                    }
+            }
+        }
+    }
+    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
+    const i64 row = (i64)token * p.heads + head;
+    UNROLL for (int i = 0; i < PER_LANE; ++i)
+        if (i * 32 + lane() < QUADS) {
+            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
+            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
+            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
+        }
+    if (p.lse && lane() == 0)
+        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+}

@@ -2239,13 +2239,11 @@ def selective_state_update(
         out = lz.selective_state_update(
             torch.randn(2, 4, 8, 16),
             torch.randn(2, 4, 8),
-            torch.randn(2, 4, 8),
+            torch.rand(2, 4, 8),
             torch.randn(4, 8, 16),
             torch.randn(2, 2, 16),
             torch.randn(2, 2, 16),
             D=torch.randn(4, 8),
-            dt_bias=torch.randn(4, 8),
-            dt_softplus=True,
         )
     """
 

@@ -179,7 +179,7 @@ def _mask_mod_alone(op: Any, v: Values) -> Values | None:
 
 def _mask_of_the_first(batch: bool) -> Any:
     """Returns an alteration that takes the mask of the first sample, or of the first head."""
-    def alter(op: Any, v: Values) -> Values | None:
+    def alter(op: Any, v: Values) -> Results | None:
         mask = v["block_mask"]
         if mask.shape[0 if batch else 1] == 1:
             return None

@@ -46,7 +46,8 @@ def test_a_certificate_says_what_was_shown():
     assert verdict.status == "passed" and certificate is not None and verdict.diagnosis is None
     assert (certificate.cases == verdict.ran > 100
             and certificate.skipped == len(verdict.results) - verdict.ran)
-    assert certificate.dtypes == ("bfloat16", "float16", "float32") and certificate.gradients > 10
+    assert certificate.dtypes == ("bfloat16", "float16", "float32", "float64")
+    assert certificate.gradients > 10
     assert 0 < certificate.worst <= 1 and certificate.worst_over_eager > 0
     assert (certificate.deterministic and certificate.writes_all and certificate.nan_propagates
             and certificate.graph_safe is None)

@@ -18,8 +18,9 @@ template <class S, Format F> std::vector<float> multiply(const std::vector<uint8
   void *packed = std::aligned_alloc(64, size);
   pack_all<S, F>(weight.data(), outputs, inputs, packed, 2);
   std::vector<float> out(rows * outputs);
-  Linear q{x.data(), packed, nullptr, out.data(), false, rows, inputs, outputs, inputs, 2};
-  if (!run_linear<S, F, float>(q)) failures++;
+  Linear q{x.data(), packed, nullptr, out.data(), false, rows, inputs, outputs, inputs, 2, read_elements<float>,
+           write_results<float>};
+  if (!run_linear<S, F>(q)) failures++;
   std::free(packed);
   return out;
 }

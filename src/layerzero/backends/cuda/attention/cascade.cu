@@ -229,8 +229,8 @@ KERNEL(attend, Params, WARPS * 32)
                 if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
             }
         }
-    store_parts(p, workspace, shared(), unit, used, team, kv_head, [&](int at) {
+    store_parts(workspace, shared(), used, team, [&](int at) {
         const int group = at / (warp_tiles * 8);
         return WarpRow{group, at - group * warp_tiles * 8};
-    });
+    }, [&](int at) { return (i64)(unit.part + at) * p.kv_heads + kv_head; });
 }

@@ -1,5 +1,4 @@
-// The rows of a unit of cascade.cu, what a block has computed of them, and how the parts
-// of a row are added up. Include cascade_items.h first.
+// The rows of a unit of cascade.cu, and how the parts of a row are added up. Include cascade_items.h first.
 #pragma once
 
 // Lists the rows of a unit's items, one for each thread, and the keys that they see here. Returns one past the last
@@ -25,34 +24,6 @@ FN int list_columns(const Params& p, const Unit& unit, Column* columns, i32* las
     int used = 0;
     UNROLL for (int n = 0; n < WARPS; ++n) used = max_int(used, last[n]);
     return used;
-}
-
-// All warps have stored their parts. `warp_row` says for a column which warp has it, and in which row of its
-// part; each `next_set` warps further another set of keys follows. These are added up here and stored for `merge`.
-template <typename WarpRowOf>
-FN void store_parts(const Params& p, const Workspace& workspace, u8* parts, const Unit& unit, int used, int next_set,
-                    int kv_head, WarpRowOf warp_row) {
-    sync_block();
-    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
-        const int at = n / Part::QUADS, quad = n % Part::QUADS;
-        const WarpRow place = warp_row(at);
-        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
-        ROLLED for (int from_warp = place.warp; from_warp < WARPS; from_warp += next_set) {
-            u8* const from = parts + from_warp * Part::PART;
-            const Float2 stats = *max_sum_of(from, place.row, COLS * 8, Part::PITCH);
-            const Four values = load4(row_of(from, place.row, Part::PITCH) + quad * 4);
-            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
-            top = higher;
-            sum = sum * old + stats.y * share;
-            out[0] = out[0] * old + bits_float(values.x) * share;
-            out[1] = out[1] * old + bits_float(values.y) * share;
-            out[2] = out[2] * old + bits_float(values.z) * share;
-            out[3] = out[3] * old + bits_float(values.w) * share;
-        }
-        const i64 to = (i64)(unit.part + at) * p.kv_heads + kv_head;
-        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) workspace.stats[to] = Float2{top, sum};
-    }
 }
 
 // Adds up the parts of a row: a warp for each token and head.

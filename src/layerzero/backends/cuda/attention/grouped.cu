@@ -228,8 +228,8 @@ KERNEL(grouped, Params, WARPS * 32)
                 if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
             }
         }
-    store_parts(p, workspace, shared(), columns, used, row_groups, split, kv_head, [&](int at) {
+    store_parts(workspace, shared(), used, row_groups, [&](int at) {
         const int group = at / (warp_tiles * 8);
         return WarpRow{group, at - group * warp_tiles * 8};
-    });
+    }, [&](int at) { return part_of(p, workspace.rows, split, columns[at].row, kv_head); });
 }

@@ -1,35 +1,6 @@
-// What a block of grouped.cu or grouped_wgmma.cu has computed, and how the parts of a row are added up.
+// How the parts of a row are added up, for grouped.cu and grouped_wgmma.cu.
 // Include grouped_items.h first.
 #pragma once
-
-
-// All warps have stored their parts. `warp_row` says for a column which warp has it, and in which row of its
-// part; each `next_set` warps further another set of keys follows. These are added up here and stored for `merge`.
-template <typename WarpRowOf>
-FN void store_parts(const Params& p, const Workspace& workspace, u8* parts, const Column* columns, int used, int next_set,
-                    int split, int kv_head, WarpRowOf warp_row) {
-    sync_block();
-    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
-        const int at = n / Part::QUADS, quad = n % Part::QUADS;
-        const WarpRow place = warp_row(at);
-        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
-        ROLLED for (int from_warp = place.warp; from_warp < WARPS; from_warp += next_set) {
-            u8* const from = parts + from_warp * Part::PART;
-            const Float2 stats = *max_sum_of(from, place.row, COLS * 8, Part::PITCH);
-            const Four values = load4(row_of(from, place.row, Part::PITCH) + quad * 4);
-            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
-            top = higher;
-            sum = sum * old + stats.y * share;
-            out[0] = out[0] * old + bits_float(values.x) * share;
-            out[1] = out[1] * old + bits_float(values.y) * share;
-            out[2] = out[2] * old + bits_float(values.z) * share;
-            out[3] = out[3] * old + bits_float(values.w) * share;
-        }
-        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
-        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) workspace.stats[to] = Float2{top, sum};
-    }
-}
 
 // Adds up the parts of a row: a warp for each token and head.
 constexpr int MERGERS = 8;                         // warps of a block

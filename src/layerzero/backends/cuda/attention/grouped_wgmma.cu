@@ -65,5 +65,6 @@ KERNEL(grouped, Params, WARPS * 32)
     copy_wait<0>();
     sync_block();
     store_part(a, ring);
-    store_parts(p, workspace, ring, columns, used, a.row_groups * 4, split, kv_head, [](int at) { return warp_row(at); });
+    store_parts(workspace, ring, used, a.row_groups * 4, [](int at) { return warp_row(at); },
+                [&](int at) { return part_of(p, workspace.rows, split, columns[at].row, kv_head); });
 }

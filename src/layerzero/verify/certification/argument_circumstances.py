@@ -4,7 +4,8 @@ of a format, all tensors strided at once, and one tensor alone that changed sinc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.cases import if_allowed
-from ..kernel.contract import Circumstance, call, formula
+from ..kernel.chosen_cells import Cell
+from ..kernel.contract import (
+    CaseResult,
+    Circumstance,
+    call,
+    case_values,
+    check_case,
+    formula,
+    refusals,
+)
 from ..kernel.guarded import with_layout
 
 FLOATS, INTEGERS = (-0.7, 0.013, 30.0), (0, 1, 1500)
@@ -210,3 +220,27 @@ def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | N
         return None                            # equal boundaries are no call, nor missing pages
     return _if_finite(op, {**values, name: first.expand_as(t)})
 
+
+def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
+                          seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields for each optional tensor the first of the op's own cases that can do with it alone,
+    and the first that can do without it alone: not every case can."""
+    op, left = kernel.op, [c for c in argument_circumstances(kernel.op)
+                           if isinstance(c, WithoutOthers)]
+    for case, dtype in cells if left else ():
+        if dtype != op.dtypes[0] or case not in op.cases:
+            continue
+        values = case_values(op, case, dtype, device, seed)
+        for circumstance in list(left):
+            shortened = circumstance.shortened(op, values)
+            if (shortened is not None and _takes(kernel, shortened)
+                    and circumstance.alter(op, values) is not None):
+                left.remove(circumstance)
+                yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
+
+
+def _takes(kernel: Kernel, values: Mapping[str, Any]) -> bool:
+    try:
+        return not refusals(kernel, values)
+    except FAULTS:                             # no call of this op
+        return False

@@ -39,12 +39,7 @@ from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
 from ..kernel.cases import case_key, cases_for, dtypes_for, find_argument_cases, is_degenerate
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
-from ..kernel.contract import (
-    CaseResult,
-    case_values,
-    check_case,
-    refusals,
-)
+from ..kernel.contract import CaseResult, case_values, check_case, refusals
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
@@ -52,6 +47,7 @@ from .argument_circumstances import (
     LooseBound,
     WithoutOthers,
     argument_circumstances,
+    checks_without_others,
 )
 from .calls import (
     check_many_backwards,
@@ -381,7 +377,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
                  if isinstance(c, LooseBound) or _is_one_byte(values[c.tensor])]
         if apply and not refusals(kernel, values):
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
-    yield from _checks_without_others(kernel, cells, device, seed)
+    yield from checks_without_others(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     for dtype in ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
@@ -396,31 +392,6 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for name in sorted(missing)
                         for circumstance in tensor_circumstances(op, name, lane))
-
-
-def _checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
-                           seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields for each optional tensor the first of the op's own cases that can do with it alone,
-    and the first that can do without it alone: not every case can."""
-    op, left = kernel.op, [c for c in argument_circumstances(kernel.op)
-                           if isinstance(c, WithoutOthers)]
-    for case, dtype in cells if left else ():
-        if dtype != op.dtypes[0] or case not in op.cases:
-            continue
-        values = case_values(op, case, dtype, device, seed)
-        for circumstance in list(left):
-            shortened = circumstance.shortened(op, values)
-            if (shortened is not None and _takes(kernel, shortened)
-                    and circumstance.alter(op, values) is not None):
-                left.remove(circumstance)
-                yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
-
-
-def _takes(kernel: Kernel, values: Mapping[str, Any]) -> bool:
-    try:
-        return not refusals(kernel, values)
-    except FAULTS:                             # no call of this op
-        return False
 
 
 def _is_one_byte(value: Any) -> bool:

@@ -29,7 +29,7 @@ os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library read
 import torch
 
 import layerzero as lz
-from layerzero.cli.commands.measure.workload import show_report
+from layerzero.cli.commands.measure.workload import show_regret
 from layerzero.dispatch import native
 from layerzero.perf.record import EAGER, MODES, Measurement, Rates
 from layerzero.spec.call import Call
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{env['cores']} cores, load average {env['load_average']}")
     tuning = None if args.untuned else tuned(calls, args.device, args.tune_mode or args.mode)
     report = regret.replay(calls, seconds=seconds, device=args.device, mode=args.mode)
-    show_report(report)
+    show_regret(report, str(env["gpu"] if args.device == "cuda" else env["cpu"]), len(report.rows))
     problems = report.problems()
     for problem in problems:
         print(f"!!  {problem}")

@@ -97,13 +97,13 @@ def regret(source: Source, *, device: str | None, seconds: float, mode: str,
         show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode,
                       "limits": {"median": median, "p95": p95}, **report.to_json()})
     else:
-        _show_regret(report, hardware.probe(kind).name, len(report.rows) if everything else SHOWN)
+        show_regret(report, hardware.probe(kind).name, len(report.rows) if everything else SHOWN)
         for problem in problems:
             show.text(f"!!  {problem}")
     return 1 if problems else 0
 
 
-def _show_regret(report: regrets.RegretReport, device: str, limit: int) -> None:
+def show_regret(report: regrets.RegretReport, device: str, limit: int) -> None:
     """Print the calls with the greatest regret on this device, and the totals of the workload."""
     worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:limit]
     show.heading(f"Regret of {plural(len(report.rows), 'call')} on {device}" + (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda import compiler, tensor_maps
 from layerzero.backends.cuda.step import plan
 from layerzero.backends.cuda.step.plan import Config, LayerTensors, PersistentStep, Shape
 
@@ -32,6 +33,14 @@ class Together(Kernel):
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "kernel", Together)
+    monkeypatch.setattr(tensor_maps, "encode", described)
+
+
+def described(matrix: Tensor, runs: int) -> bytes:
+    """A TensorMap of stream.h."""
+    row_bytes = matrix.shape[1] * matrix.element_size()
+    return struct.pack("@P4q88x", matrix.data_ptr(), len(matrix), row_bytes // tensor_maps.RUN,
+                       row_bytes, runs)
 
 
 def random(*size: int, scale: float = 1.0) -> Tensor:
@@ -128,8 +137,10 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
     (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2), Config(2, 4, 3, 2, 48, 2560), 4,
      {"positions": (70,)}),
     # codes: rows that are no whole tiles of the head, and slices
-    (Shape(256, 4, 1, 32, 16, 384, 37, 2, bias=True, codes="int4"),
-     Config(3, 6, 4, 2, 48, 2816, 4), 4, {"positions": (40,)}))
+    (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
+     Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),
+    (Shape(256, 8, 1, 32, 16, 1280, 37, 2, codes="int4"),
+     Config(4, 8, 4, 2, 48, 5120), 4, {"positions": (40,)}))
 
 
 @pytest.mark.parametrize("shape, cfg, blocks, more", CASES)

@@ -28,7 +28,7 @@ FN int block_z() { return blockIdx.z; }
 FN int grid_x() { return gridDim.x; }
 
 FN u8* shared() {
-    extern __shared__ __align__(128) u8 lz_shared[];
+    extern __shared__ __align__(1024) u8 lz_shared[];  // as copies of boxes need it
     return lz_shared;
 }
 

@@ -18,12 +18,13 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     }
 }
 
-// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1
-template <int PITCH_OF> FN_MEMBER static void multiply_block(const u8* codes, const u16* x, float (&acc)[2][4]) {
+// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
+// codes of 32 inputs lie in the run of a row
+template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
-        decode(codes + j * (code_bytes(1) / 4), upper);
-        decode(codes + 8 * PITCH_OF + j * (code_bytes(1) / 4), lower);
+        decode(codes + at[j], upper);
+        decode(codes + BOX + at[j], lower);
         const Four u = load4(x + j * 32);
         const u32 first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
@@ -35,17 +36,22 @@ template <int PITCH_OF> FN_MEMBER static void multiply_block(const u8* codes, co
 // sum += the tile times x, in the layout of the tensor cores
 template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, float (&sum)[4]) const {
     constexpr int TOGETHER = BLOCKS % 2 || STRIDE / 128 % 2 ? 1 : 2;    // the last slice may be shorter
+    constexpr int BOX = box_bytes(BLOCKS), PLACES = RUN / 32;
+    static_assert(CODES == 2 || TOGETHER == 2, "runs of int4 codes are of two blocks");
     const int g = lane() / 4, t = lane() % 4;
+    int at[PLACES];
+    UNROLL for (int n = 0; n < PLACES; ++n)
+        at[n] = CODES == 1 ? swizzled(g, n) + t * 4 : swizzled(g, 2 * n + t / 2) + t % 2 * 8;
     const u8* tile_at = tile(number);
-    const u8* codes = tile_at + g * code_pitch(BLOCKS) + t * (code_bytes(1) / 16);
-    const u8* scales = tile_at + 16 * code_pitch(BLOCKS) + g * 4;
+    const u8* codes = tile_at + g * 128;
+    const u8* scales = tile_at + 2 * BOX + g * 4;
     const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
     float acc[TOGETHER][2][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
         UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
     ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
         UNROLL for (int n = 0; n < TOGETHER; ++n)
-            multiply_block<code_pitch(BLOCKS)>(codes + n * code_bytes(1), from + n * 128, acc[n]);
+            multiply_block<BOX>(codes + n * 128 / RUN * 1024, at + n * 128 % RUN / 32, from + n * 128, acc[n]);
         if (CODES == 1)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
@@ -54,7 +60,7 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
                     acc[n][0][e] = acc[n][1][e] = 0;
                 }
             }
-        codes += TOGETHER * code_bytes(1), from += TOGETHER * 128, scales += TOGETHER * 32;
+        codes += TOGETHER * 128 * 1024 / RUN, from += TOGETHER * 128, scales += TOGETHER * 32;
     }
     release(number);
     if (CODES == 2)
@@ -62,23 +68,26 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int e = 0; e < 4; ++e) sum[e] += acc[n][0][e] + acc[n][1][e];
 }
 
-// What the warps found of 16 rows of an item and of the next, each for all rows of x
-FN_MEMBER static float* found(int item, int warp_of) { return code_sums() + (item % 2 * WARPS + warp_of) * (16 * BATCH); }
+// The sums of 16 rows by a part of the warps, each for all rows of x; of a round and of the next
+FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % 2 * WARPS + part) * (16 * BATCH); }
 
-FN_MEMBER static float total(int item, int row, int b) {
+template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
     float sum = 0;
-    UNROLL for (int w = 0; w < WARPS; ++w) sum += found(item, w)[row * BATCH + b];
+    UNROLL for (int n = 0; n < PARTS; ++n) sum += part_sums(round, item * PARTS + n)[row * BATCH + b];
     return sum;
 }
 
+// In a round every warp has a slice of an item, or every WARPS-th of one item; then one warp adds up
+// what all of them have of an item.
 template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to) {
-    constexpr int BLOCKS = code_blocks(K, SLICES);
+    constexpr int BLOCKS = code_blocks(K, SLICES), PARTS = SLICES < WARPS ? SLICES : WARPS, ITEMS = WARPS / PARTS;
     const bool is_gated = to.kind == TO_GATE;
     const Share share = take(first, is_gated ? INNER / 8 : ceil_div(to.rows, 16));
     const int own = (warp() + WARPS - next % WARPS) % WARPS, g = lane() / 4, t = lane() % 4;
-    ROLLED for (int n = 0; n < share.count; ++n) {
-        const int item = share.item(n);
-        const bool is_last = n % WARPS == warp();  // who adds up
+    ROLLED for (int n = 0; n < share.count; n += ITEMS) {
+        const int round = n / ITEMS, last = (warp() + WARPS - n % WARPS) % WARPS;    // of the round, which this warp adds up
+        const bool is_last = last < ITEMS && n + last < share.count;
+        const int item = share.item(n + last);
         float scale[2] = {1, 1}, bias = 0;         // asked for before anything is waited for
         if (is_last && CODES == 2)
             UNROLL for (int e = 0; e < 2; ++e) {
@@ -87,17 +96,20 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
             }
         if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
         float sum[4] = {0, 0, 0, 0};
-        ROLLED for (int s = own; s < SLICES; s += WARPS)
-            multiply_codes<BLOCKS, K>(next + n * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)), x + s * (BLOCKS * 128),
-                                      sum);
+        const int mine = n + own / PARTS;
+        if (mine < share.count)
+            ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
+                multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)),
+                                          x + s * (BLOCKS * 128), sum);
         UNROLL for (int e = 0; e < 4; ++e)
-            if (2 * t + e % 2 < BATCH) found(n, warp())[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
+            if (2 * t + e % 2 < BATCH) part_sums(round, own)[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
         sync_first(THREADS);
         if (!is_last) continue;
         if (is_gated) {
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int v = lane() % 8;
-                const float value = activated(total(n, v, b) * scale[0], total(n, v + 8, b) * scale[1]);
+                const float value = activated(total<PARTS>(round, last, v, b) * scale[0],
+                                              total<PARTS>(round, last, v + 8, b) * scale[1]);
                 const float other = shuffle_xor(value, 1);
                 if (lane() < 8 && v % 2 == 0)
                     post(to.words + b * (INNER / 2) + item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
@@ -105,7 +117,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         } else
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int row = item * 16 + lane();
-                if (lane() < 16 && row < to.rows) emit(to, row, b, total(n, lane(), b) * scale[0], bias);
+                if (lane() < 16 && row < to.rows) emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0], bias);
             }
     }
     next += share.count * SLICES;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import compiler
+from .. import compiler, tensor_maps
 from ..compiler import CompiledCuda, Machine
 
 LOG2E = 1.4426950408889634
@@ -27,7 +27,7 @@ NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; with the scales of codes; and the
 # arguments of the kernel.
-_LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@11PqQ2i4f"))
+_LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12PqQ2i4f"))
 CODES = ("", "int4", "fp8_e4m3")
 BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile
 
@@ -96,26 +96,36 @@ def _slices(k: int, tile: int) -> int:
     return next(n for n in range(-(-2 * k // tile), units + 1) if units % n == 0)
 
 
+def code_run(codes: str) -> int:
+    """Returns the number of inputs whose codes are the 128 bytes of a run."""
+    return tensor_maps.RUN * (2 if codes == "int4" else 1)
+
+
+def code_blocks(k: int, slices: int, codes: str) -> int:
+    """Returns the blocks of inputs of a slice of a row: whole runs."""
+    run = code_run(codes)
+    return -(-(k // run) // slices) * (run // BLOCK)
+
+
 def code_tile(blocks: int, codes: str) -> int:
-    """Returns the bytes of a tile of codes: rows with what keeps their banks apart, and the scales
-    of int4."""
-    if codes == "int4":
-        return CODE_ROWS * (blocks * BLOCK // 2 + 16) + blocks * 2 * CODE_ROWS
-    return CODE_ROWS * (blocks * BLOCK + 32)
+    """Returns the bytes of a tile of codes: its rows, and the scales of int4."""
+    runs = blocks * BLOCK // code_run(codes)
+    return CODE_ROWS * (runs * tensor_maps.RUN + (2 * blocks if codes == "int4" else 0))
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Returns the number of parts of rows of k codes, as many for each warp; 0: there are none."""
-    blocks = k // BLOCK
-    return next((n for n in range(cfg.warps, blocks + cfg.warps, cfg.warps)
-                 if code_tile(-(-blocks // n), shape.codes) <= cfg.tile), 0)
+    """Returns the number of parts of rows of k codes, which the warps share evenly; 0: there are
+    none."""
+    return next((n for n in range(1, k // BLOCK + cfg.warps)
+                 if not (cfg.warps % n if n < cfg.warps else n % cfg.warps)
+                 and code_tile(code_blocks(k, n, shape.codes), shape.codes) <= cfg.tile), 0)
 
 
 def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
     """Returns scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of
     inputs, 8 rows, and those 8 later); of gate and up each tile has eight rows of either."""
     blocks = k // BLOCK
-    each, half = -(-blocks // slices), CODE_ROWS // 2
+    each, half = code_blocks(k, slices, "int4"), CODE_ROWS // 2
     scales = scales.repeat_interleave(blocks // scales.shape[1], 1)
     if gated:
         scales = scales.view(2, -1, half, blocks).transpose(0, 1).flatten(0, 2)
@@ -173,7 +183,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
         shape.group * (shape.dim + 2))
     even = 2 * shape.batch * shape.hidden
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
-    starts = [cfg.stages * stage_bytes(cfg)]
+    starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps
               + (8 * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
@@ -181,8 +191,9 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     return SharedLayout(*starts)
 
 
-def stage_bytes(cfg: Config) -> int:
-    return -(-cfg.tile // 128) * 128
+def stage_bytes(shape: Shape, cfg: Config) -> int:
+    unit = tensor_maps.BOX_ROWS * tensor_maps.RUN if shape.codes else 128
+    return -(-cfg.tile // unit) * unit
 
 
 def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
@@ -201,8 +212,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         if size % by:
             return f"its {name} is {size}, no multiple of {by}"
     for size in (shape.hidden, shape.heads * shape.dim, shape.inner) if shape.codes else ():
-        if size % BLOCK or not code_slices(size, shape, cfg):
-            return f"rows of {size} codes are no whole blocks of {BLOCK} in a tile"
+        if size % (run := code_run(shape.codes)) or not code_slices(size, shape, cfg):
+            return f"rows of {size} codes are no whole runs of {run} in a tile"
     if shape.activation not in ACTIVATIONS:
         return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
     if not 1 <= shape.batch <= MAX_BATCH:
@@ -240,9 +251,8 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-# Rows of codes are many short copies, of which one warp cannot ask for enough.
-CODED = (Config(4, 8, 8, 2, tile=17408, copiers=4), Config(4, 16, 16, 4, tile=8704, copiers=4),
-         Config(4, 8, 8, 2, tile=8704, copiers=4))
+CODED = (Config(8, 16, 16, 2, tile=9216), Config(4, 8, 8, 2, tile=17408),
+         Config(4, 8, 8, 2, tile=9216))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
@@ -257,7 +267,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim,
         "HALF": shape.half, "INNER": shape.inner, "BATCH": shape.batch, "BIAS": int(shape.bias),
         "HEAD_NORMS": int(shape.head_norms), "ACTIVATION": ACTIVATIONS.index(shape.activation),
-        "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(cfg), "FLIGHT": cfg.flight,
+        "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(shape, cfg), "FLIGHT": cfg.flight,
         "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
         "COPIERS": cfg.copiers, "SPLITS": splits, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
@@ -309,6 +319,7 @@ class PersistentStep:
                         if shape.codes == "int4" else t for n, (t, k) in enumerate(
                             zip(at.scales, sizes))) for at in layers]
         self._tensors, self._scales = (layers, embed, norm, head), scales
+        self._maps = _code_maps(shape, cfg, layers, sizes).to(device) if shape.codes else None
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
             32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
@@ -338,7 +349,8 @@ class PersistentStep:
         embedded = inputs.is_floating_point()
         self._kernel.launch((self.blocks, 1, 1), _PARAMS, self._table, None if embedded else inputs,
                             inputs if embedded else embed, norm, head, self.logits, state,
-                            self._words, self._control, self.problem, self.stamps, *self._numbers)
+                            self._words, self._control, self.problem, self.stamps, self._maps,
+                            *self._numbers)
         return self.logits
 
     def timed_out(self) -> bool:
@@ -349,6 +361,16 @@ class PersistentStep:
         """Can all blocks run at the same time?"""
         return self._kernel.resident_blocks(device) * compiler.machine_of(
             torch.device("cuda", device)).processors >= self.blocks
+
+
+def _code_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
+               sizes: Sequence[int]) -> Tensor:
+    """Returns the descriptions of the codes of qkv, out, into and down of each layer."""
+    runs = [code_blocks(k, code_slices(k, shape, cfg), shape.codes) * BLOCK // code_run(shape.codes)
+            for k in sizes]
+    maps = b"".join(tensor_maps.encode(codes, n) for at in layers
+                    for codes, n in zip((at.qkv, at.out, at.into, at.down), runs))
+    return torch.frombuffer(bytearray(maps), dtype=torch.uint8)
 
 
 def bytes_read(shape: Shape, tokens: int) -> int:

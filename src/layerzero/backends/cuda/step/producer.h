@@ -1,12 +1,12 @@
 // The last warps of a block of step.cu, COPIERS of them: they copy the tiles of weights, and of what is
 // cached, through the ring. All of them go through all tiles. A tile that is one or two bulk copies is
-// the first's; of others, whose rows are copied one by one, each has its share.
+// the first's; of the cache, whose rows are copied by lanes, each has its share.
 
-// A tile of codes has 16 rows, BLOCKS times 128 inputs of each: bytes of them, and from one row to the
-// next, which begins in other banks; then the scales of int4.
-FN constexpr int code_blocks(int k, int slices) { return (k / 128 + slices - 1) / slices; }
-FN constexpr int code_bytes(int blocks) { return blocks * (CODES == 1 ? 64 : 128); }
-FN constexpr int code_pitch(int blocks) { return code_bytes(blocks) + (CODES == 1 ? 16 : 32); }
+// A tile of codes has two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
+// run of 128 bytes has the codes of RUN inputs.
+constexpr int RUN = CODES == 1 ? 256 : 128;
+FN constexpr int code_blocks(int k, int slices) { return (k / RUN + slices - 1) / slices * (RUN / 128); }
+FN constexpr int box_bytes(int blocks) { return blocks * (128 * 1024 / RUN); }
 
 FN int copier() { return warp() - WARPS; }
 
@@ -74,27 +74,21 @@ struct Producer {
 
 #if CODES
     // Codes of 16 rows, or of 8 rows of gate and then 8 of up; a warp gets every WARPS-th slice of them
-    template <int K, int SLICES> FN_MEMBER void coded(const u16* codes, const u8* scales, int rows, bool is_gated) {
-        constexpr int BLOCKS = code_blocks(K, SLICES), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
+    template <int K, int SLICES> FN_MEMBER void coded(const TensorMap* codes, const u8* scales, int rows, bool is_gated) {
+        constexpr int BLOCKS = code_blocks(K, SLICES), BOX = box_bytes(BLOCKS), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
         const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
         for (int n = 0; n < share.count; ++n)
             for (int slice = 0; slice < SLICES; ++slice, ++next) {
-                const int item = share.item(n), many = is_gated ? 16 : min_int(16, rows - item * 16);
-                const int bytes = code_bytes(max_int(0, min_int(BLOCKS, K / 128 - slice * BLOCKS)));
-                constexpr int ROWS = 16 / COPIERS;                  // of this warp
-                const int first_row = copier() * ROWS, mine = max_int(0, min_int(ROWS, many - first_row));
-                const bool has_scales = SCALES && copier() == COPIERS - 1;
-                u8* to = acquire(bytes ? mine * bytes + (has_scales ? SCALES : 0) : 0);
+                const int item = share.item(n);
+                const bool is_mine = copier() == 0 && slice * BLOCKS < K / 128;
+                u8* to = acquire(is_mine ? 2 * BOX + SCALES : 0);
                 sync_warp();
-                if (!to || !bytes) continue;
-                if (lane() < mine) {
-                    const int row = first_row + lane();
-                    const i64 at = is_gated ? item * 8 + row % 8 + row / 8 * INNER : item * 16 + row;
-                    copy_bulk(to + row * code_pitch(BLOCKS),
-                              (const u8*)codes + at * code_bytes(K / 128) + slice * code_bytes(BLOCKS), bytes, full(next % STAGES));
-                } else if (has_scales && lane() == 16)
-                    copy_bulk(to + 16 * code_pitch(BLOCKS), scales + (i64(item) * SLICES + slice) * SCALES, SCALES,
-                              full(next % STAGES));
+                if (!to || !is_mine) continue;
+                if (lane() < 2)
+                    copy_box(to + lane() * BOX, codes, is_gated ? item * 8 + lane() * INNER : item * 16 + lane() * 8,
+                             slice * (BLOCKS * 128 / RUN), full(next % STAGES));
+                else if (SCALES && lane() == 2)
+                    copy_bulk(to + 2 * BOX, scales + (i64(item) * SLICES + slice) * SCALES, SCALES, full(next % STAGES));
             }
         ++phase;
     }

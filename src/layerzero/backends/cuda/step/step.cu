@@ -37,6 +37,7 @@ struct Params {
     u64* words;
     u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
     u64* stamps;
+    const TensorMap* maps;                         // of the codes: qkv, out, into, down of each layer
     i64 room;                                      // tokens that the cache has room for
     u64 limit;                                     // nanoseconds
     i32 layer_count, vocab;
@@ -404,12 +405,17 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             following = p.layers[min_int(l + 1, p.layer_count - 1)];
             const Spread over = spread(at.window, position);
 #if CODES
-            work.coded<HIDDEN, IN_CODE_SLICES>(at.qkv, at.qkv_scales, QKV, false);
+            const TensorMap* maps = p.maps + 4 * l;
+            if (lane() < 4 && copier() == 0) {
+                map_ready(maps + lane());
+                prefetch_map(p.maps + 4 * min_int(l + 1, p.layer_count - 1) + lane());
+            }
+            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
             work.cached(at, over, p.room);
             if (over.splits > 1) take(work.first, BATCH * HEADS);
-            work.coded<HEADS * DIM, OUT_CODE_SLICES>(at.out, at.out_scales, HIDDEN, false);
-            work.coded<HIDDEN, IN_CODE_SLICES>(at.into, at.into_scales, INNER, true);
-            work.coded<INNER, DOWN_CODE_SLICES>(at.down, at.down_scales, HIDDEN, false);
+            work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
+            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.into_scales, INNER, true);
+            work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
 #else
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
             work.cached(at, over, p.room);

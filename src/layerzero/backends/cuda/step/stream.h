@@ -41,6 +41,27 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
                  :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
 }
 
+// How a box of 8 rows of a matrix of bytes is copied at once (tensor_maps.py): runs of 128 bytes, those
+// of the eight rows together, and in each the units of 16 bytes at `swizzled`.
+struct alignas(64) TensorMap { u8 opaque[128]; };
+
+FN int swizzled(int row, int unit) { return (unit ^ row) * 16; }
+
+// The box that begins at this row and run; what is outside of the matrix is 0, and counts as copied.
+FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];"
+                 :: "r"(shared_address(place)), "l"(map), "r"(0), "r"(row), "r"(run), "r"(shared_address(mbarrier))
+                 : "memory");
+}
+
+// Before the first copy of a launch by this map: the host wrote it
+FN void map_ready(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
+}
+
+FN void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+
 // Of 16 bytes each; arrives at the mbarrier once what this thread has asked for so far is there, for
 // which the phase waits in addition to the arrivals that it expects.
 FN void copy_small(void* place, const void* from) { copy_async(place, from, true); }

@@ -5,7 +5,7 @@ bytes takes.
     python benchmarks/persistent_step.py --model 8b --variants 3:9:4:2:256,4:8:6:2:512 --profile
 
 Seeded bf16 weights in the shape of a known model. A variant is
-warps:stages:flight:ahead:chunk[:tile[:copiers]], as plan.Config has them. Every context is checked first: the
+warps:stages:flight:ahead:chunk[:tile[:copiers[:first polls[:later]]]], as plan.Config has them. Every context is checked first: the
 error against fp32 beside that of the same formulas in bf16. Then CUDA graphs of all variants are
 replayed in turns, `--steps` dependent steps at a time; the median of all rounds is printed. Needs a
 CUDA device.
@@ -307,7 +307,7 @@ def main() -> int:
     steps: dict[str, PersistentStep] = {}
     for cfg in variants:
         why = plan.problem(shape, cfg, machine)
-        name = ":".join(map(str, cfg[:7]))
+        name = ":".join(map(str, cfg[:9]))
         if why is None:
             steps[name] = decoder.step(cfg)
             if not steps[name].resident(0):

@@ -5,6 +5,7 @@
 
 #include "device.h"
 #include <list>
+#include <map>
 
 #define FN_MEMBER inline
 #define OUTLINE static
@@ -102,12 +103,7 @@ FN void copies_arrive(u64* mbarrier) {
     emulator::now->open.clear();
 }
 
-FN u32 fma_pair(u32 a, u32 b, u32 c) {
-    u32 v = 0;
-    for (int n = 0; n < 32; n += 16)
-        v |= u32(from_float<true>(to_float<true>(u16(a >> n)) * to_float<true>(u16(b >> n)) + to_float<true>(u16(c >> n)))) << n;
-    return v;
-}
+FN u32 masked_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
 
 struct alignas(16) Words { u64 x, y; };
 
@@ -117,23 +113,19 @@ FN void post(u64* to, u64 v) { *to = v; }
 FN u32 peek_flag(const u32* from) { return *from; }
 FN void post_flag(u32* to, u32 v) { *to = v; }
 
-// All threads of the block but those of the last warp, which take no part in it.
+// Barriers of some threads of a block, by number
 namespace emulator {
-static std::vector<std::pair<Block*, Gate>> some;
-static Gate& gate_of(Block* block, int threads) {
-    for (auto& known : some) if (known.first == block) return known.second;
-    some.reserve(4096);
-    some.push_back({block, Gate()});
-    some.back().second.expected = threads;
-    return some.back().second;
+static std::map<std::pair<Block*, int>, Gate> some;
+static Gate& gate_of(int barrier, int threads) {
+    Gate& gate = some[{now->block, barrier}];
+    gate.expected = threads;
+    return gate;
 }
 }  // namespace emulator
 
-FN void sync_first(int threads) {
-    emulator::Gate& gate = emulator::gate_of(emulator::now->block, threads);
-    gate.expected = threads;
-    emulator::arrive_and_wait(gate);
-}
+FN void sync_some(int barrier, int threads) { emulator::arrive_and_wait(emulator::gate_of(barrier, threads)); }
+FN void arrive_some(int barrier, int threads) { emulator::arrive(emulator::gate_of(barrier, threads)); }
+FN void sync_first(int threads) { sync_some(1, threads); }
 
 FN void publish() {}
 FN u64 clock_ns() { return emulator::asked += 1000; }

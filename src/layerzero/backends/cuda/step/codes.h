@@ -1,26 +1,31 @@
 // Of Consumer (step.cu): products with codes for weights. The tensor cores take 16 rows of a weight,
 // and the rows of x as columns; both in the order in which codes come out of a word, which x has in
-// memory already (`slot`). int4 in the mantissa of 128.0 is 128 + code, of which 136 is taken; the
-// bits of fp8_e4m3 are moved to those of a bf16, up to a power of two. The warps of a block share the
-// inputs of an item, and one of them adds up what they found.
+// memory already (`slot`). int4 in the mantissa of 128.0 is 128 + code, and one more product takes
+// 136 times x away from all rows: that is fewer instructions than to take 136 from every code. The
+// bits of fp8_e4m3 are moved to those of a bf16, which is 2^-120 times as much; x is kept 2^100 times
+// as large, so that no product is too small. The warps of a block share the inputs of an item, and one
+// of them adds up what they have.
 
 // Eight codes of a row as pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     if (CODES == 1) {
         const u32 word = *(const u32*)from;
-        UNROLL for (int n = 0; n < 4; ++n) pair[n] = fma_pair(word >> 4 * n & 0x000F000Fu | 0x43004300u, 0x3F803F80u, 0xC308C308u);
+        UNROLL for (int n = 0; n < 4; ++n) pair[n] = masked_or(word >> 4 * n, 0x000F000Fu, 0x43004300u);
         return;
     }
     const u64 words = *(const u64*)from;
     UNROLL for (int n = 0; n < 4; ++n) {
-        const u32 word = u32(words >> n / 2 * 32), bits = n % 2 ? word : word << 8;
-        pair[n] = fma_pair(bits & 0x80008000u | bits >> 4 & 0x07F007F0u, 0x7B807B80u, 0x80008000u);
+        const u32 word = u32(words >> n / 2 * 32);
+        pair[n] = masked_or(n % 2 ? word : word << 8, 0x80008000u, (n % 2 ? word >> 4 : word << 4) & 0x07F007F0u);
     }
 }
 
+static constexpr int SUMS = CODES == 1 ? 3 : 2;    // that do not wait for each other
+
 // 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
 // codes of 32 inputs lie in the run of a row
-template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
+template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[SUMS][4]) {
+    constexpr u32 MINUS_136[4] = {0xC308C308u, 0xC308C308u, 0xC308C308u, 0xC308C308u};
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
         decode(codes + at[j], upper);
@@ -30,6 +35,10 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
         mma<true>(acc[j % 2], first, left);
         mma<true>(acc[j % 2], second, right);
+        if (CODES == 1) {
+            mma<true>(acc[SUMS - 1], MINUS_136, left);
+            mma<true>(acc[SUMS - 1], MINUS_136, right);
+        }
     }
 }
 
@@ -46,9 +55,9 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
     const u8* codes = tile_at + g * 128;
     const u8* scales = tile_at + 2 * BOX + g * 4;
     const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
-    float acc[TOGETHER][2][4];
+    float acc[TOGETHER][SUMS][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
-        UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
+        UNROLL for (int j = 0; j < SUMS; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
     ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
         UNROLL for (int n = 0; n < TOGETHER; ++n)
             multiply_block<BOX>(codes + n * 128 / RUN * 1024, at + n * 128 % RUN / 32, from + n * 128, acc[n]);
@@ -56,8 +65,8 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    sum[e] += (acc[n][0][e] + acc[n][1][e]) * (e < 2 ? low(by) : high(by));
-                    acc[n][0][e] = acc[n][1][e] = 0;
+                    sum[e] += (acc[n][0][e] + acc[n][1][e] + acc[n][SUMS - 1][e]) * (e < 2 ? low(by) : high(by));
+                    UNROLL for (int j = 0; j < SUMS; ++j) acc[n][j][e] = 0;
                 }
             }
         codes += TOGETHER * 128 * 1024 / RUN, from += TOGETHER * 128, scales += TOGETHER * 32;
@@ -68,8 +77,11 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int e = 0; e < 4; ++e) sum[e] += acc[n][0][e] + acc[n][1][e];
 }
 
-// The sums of 16 rows by a part of the warps, each for all rows of x; of a round and of the next
-FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % 2 * WARPS + part) * (16 * BATCH); }
+// The sums of 16 rows by a part of the warps, each for all rows of x. Tiles are copied in order, so a
+// warp is less than ROUNDS rounds before any other: its next tile comes after all of the round before,
+// for which the others have left theirs, STAGES / WARPS rounds earlier.
+static constexpr int ROUNDS = STAGES / WARPS + 2;
+FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH); }
 
 template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
     float sum = 0;
@@ -92,7 +104,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         if (is_last && CODES == 2)
             UNROLL for (int e = 0; e < 2; ++e) {
                 const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : min_int(item * 16 + lane() % 16, to.rows - 1);
-                scale[e] = to.scales[row];
+                scale[e] = to.scales[row] * 1048576.0f;    // 2^120 / 2^100
             }
         if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
         float sum[4] = {0, 0, 0, 0};
@@ -103,8 +115,11 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
                                           x + s * (BLOCKS * 128), sum);
         UNROLL for (int e = 0; e < 4; ++e)
             if (2 * t + e % 2 < BATCH) part_sums(round, own)[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
-        sync_first(THREADS);
-        if (!is_last) continue;
+        if (!is_last) {
+            arrive_some(2 + round % ROUNDS, THREADS);
+            continue;
+        }
+        sync_some(2 + round % ROUNDS, THREADS);
         if (is_gated) {
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int v = lane() % 8;

@@ -23,6 +23,7 @@ LOG2E = 1.4426950408889634
 ACTIVATIONS = ("swiglu", "geglu_tanh")
 MAX_ROWS = 8               # of a weight in one tile
 MAX_BATCH = 8
+MAX_ROUNDS = 14            # barriers of a block that codes.h may use
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; with the scales of codes; and the
@@ -66,6 +67,8 @@ class Config(NamedTuple):
     chunk: int = 128           # tokens of the cache that a block has at least
     tile: int = 16384          # bytes
     copiers: int = 2           # warps that copy
+    first_polls: int = 8       # results that a thread asks for at a time, until they are there,
+    later_polls: int = 8       # and after that
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -186,9 +189,14 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps
-              + (8 * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
+              + (4 * code_rounds(cfg) * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
+
+
+def code_rounds(cfg: Config) -> int:
+    """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
+    return cfg.stages // cfg.warps + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -222,7 +230,7 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps:
+    if cfg.stages % cfg.warps or shape.codes and code_rounds(cfg) > MAX_ROUNDS:
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -269,7 +277,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "HEAD_NORMS": int(shape.head_norms), "ACTIVATION": ACTIVATIONS.index(shape.activation),
         "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(shape, cfg), "FLIGHT": cfg.flight,
         "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
-        "COPIERS": cfg.copiers, "SPLITS": splits, "STAMPS": int(cfg.stamps),
+        "COPIERS": cfg.copiers, "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls, "SPLITS": splits, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},

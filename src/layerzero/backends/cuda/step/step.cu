@@ -12,7 +12,7 @@
 // lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
 //
 // Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
-// HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
+// HEAD_NORMS, ACTIVATION, WARPS, COPIERS, FIRST_POLLS, LATER_POLLS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
 // (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
 // tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
 // words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
@@ -46,7 +46,8 @@ struct Params {
 
 constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
-constexpr int AT_ONCE = 8;                         // words of 16 bytes that a thread polls together
+// Words of 16 bytes that a thread polls together until they are there, and then, when most are there
+constexpr int AT_FIRST = FIRST_POLLS, AT_ONCE = LATER_POLLS;
 constexpr float NONE = -1e30f;
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
@@ -140,32 +141,41 @@ FN int slot(int k) {
     return k;
 }
 
+// x for codes of fp8 (codes.h): 2^100 times as much
+FN u32 raised(float a, float b) { return pack2<true>(a * 1.2676506002282294e30f, b * 1.2676506002282294e30f); }
+
 #include "producer.h"
 
 // The other warps
 
+// Polls COUNT pairs of words of a thread, from its n-th
+template <int UNITS, int COUNT, typename Place, typename Take>
+FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, const Take& take) {
+    Words v[COUNT];
+    int spins = 0;
+    bool all;
+    do {
+        all = true;
+        UNROLL for (int u = 0; u < COUNT; ++u) {
+            const int unit = (n + u) * THREADS + thread();
+            if (unit >= UNITS) continue;
+            v[u] = peek2(place(unit));
+            all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
+        }
+    } while (!all && !in_vain(watch, spins));
+    UNROLL for (int u = 0; u < COUNT; ++u) {
+        const int unit = (n + u) * THREADS + thread();
+        if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
+    }
+}
+
 // Polls UNITS pairs of words, at place(unit); take(unit, first value, second value)
 template <int UNITS, typename Place, typename Take>
 FN void receive_at(const Place& place, u32 tag, const Watch& watch, const Take& take) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
-    ROLLED for (int n = 0; n < EACH; n += MANY) {
-        Words v[MANY];
-        int spins = 0;
-        bool all;
-        do {
-            all = true;
-            UNROLL for (int u = 0; u < MANY; ++u) {
-                const int unit = (n + u) * THREADS + thread();
-                if (unit >= UNITS) continue;
-                v[u] = peek2(place(unit));
-                all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
-            }
-        } while (!all && !in_vain(watch, spins));
-        UNROLL for (int u = 0; u < MANY; ++u) {
-            const int unit = (n + u) * THREADS + thread();
-            if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
-        }
-    }
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = EACH < AT_FIRST ? EACH : AT_FIRST;
+    constexpr int REST = EACH - FIRST, TURNS = (REST + AT_ONCE - 1) / AT_ONCE, LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
+    receive_some<UNITS, FIRST>(0, place, tag, watch, take);
+    ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, watch, take);
 }
 
 template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, const Take& take) {
@@ -181,6 +191,7 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watc
                 return;
             }
             u16* to = x + b * K;
+            if (CODES == 2) left = raised(low(left), high(left)), right = raised(low(right), high(right));
             to[slot(4 * unit)] = u16(left), to[slot(4 * unit + 1)] = u16(left >> 16);
             to[slot(4 * unit + 2)] = u16(right), to[slot(4 * unit + 3)] = u16(right >> 16);
         });
@@ -225,7 +236,8 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
         UNROLL for (int n = 0; n < EACH; ++n) {
             const int unit = n * THREADS + thread();
             if (unit >= UNITS) continue;
-            const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
+            u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
+            if (CODES == 2 && !in_order) pair = raised(low(pair), high(pair));
             u16* to = x + b * HIDDEN;
             if (!CODES || in_order) ((u32*)to)[unit] = pair;
             else to[slot(2 * unit)] = u16(pair), to[slot(2 * unit + 1)] = u16(pair >> 16);

@@ -69,10 +69,10 @@ FN void copies_arrive(u64* mbarrier) {
     asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
 }
 
-// a * b + c of two pairs of bf16
-FN u32 fma_pair(u32 a, u32 b, u32 c) {
+// a & mask | bits, in one instruction: of two constants the compiler makes two
+FN u32 masked_or(u32 a, u32 mask, u32 bits) {
     u32 v;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
     return v;
 }
 
@@ -100,7 +100,12 @@ FN u32 peek_flag(const u32* from) {
 
 FN void post_flag(u32* to, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(to), "r"(v) : "memory"); }
 
-FN void sync_first(int threads) { asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory"); }
+// Barriers of so many threads, by number: 0 is the block's. Who only arrives does not wait.
+FN void sync_some(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
+FN void arrive_some(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+FN void sync_first(int threads) { sync_some(1, threads); }
 
 FN void publish() { __threadfence(); }
 

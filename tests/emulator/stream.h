@@ -8,6 +8,7 @@
 #include <map>
 
 #define FN_MEMBER inline
+#define TWICE
 #define OUTLINE static
 #define KERNEL_ALONE KERNEL
 

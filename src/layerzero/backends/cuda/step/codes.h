@@ -20,7 +20,7 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     }
 }
 
-static constexpr int SUMS = CODES == 1 ? 3 : 2;    // that do not wait for each other
+static constexpr int SUMS = CODES == 1 ? 4 : 2;    // that do not wait for each other
 
 // 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
 // codes of 32 inputs lie in the run of a row
@@ -36,7 +36,7 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         mma<true>(acc[j % 2], first, left);
         mma<true>(acc[j % 2], second, right);
         if (CODES == 1) {
-            mma<true>(acc[SUMS - 1], MINUS_136, left);
+            mma<true>(acc[SUMS - 2], MINUS_136, left);
             mma<true>(acc[SUMS - 1], MINUS_136, right);
         }
     }
@@ -58,14 +58,15 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
     float acc[TOGETHER][SUMS][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
         UNROLL for (int j = 0; j < SUMS; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
-    ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
+    TWICE for (int block = 0; block < blocks; block += TOGETHER) {
         UNROLL for (int n = 0; n < TOGETHER; ++n)
             multiply_block<BOX>(codes + n * 128 / RUN * 1024, at + n * 128 % RUN / 32, from + n * 128, acc[n]);
         if (CODES == 1)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    sum[e] += (acc[n][0][e] + acc[n][1][e] + acc[n][SUMS - 1][e]) * (e < 2 ? low(by) : high(by));
+                    sum[e] += (acc[n][0][e] + acc[n][1][e] + (acc[n][SUMS - 2][e] + acc[n][SUMS - 1][e]))
+                        * (e < 2 ? low(by) : high(by));
                     UNROLL for (int j = 0; j < SUMS; ++j) acc[n][j][e] = 0;
                 }
             }

@@ -259,8 +259,8 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-CODED = (Config(8, 16, 16, 2, tile=9216), Config(4, 8, 8, 2, tile=17408),
-         Config(4, 8, 8, 2, tile=9216))
+CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24), Config(4, 8, 8, 2, tile=9216, later_polls=24),
+         Config(4, 4, 4, 2, tile=9216))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:

@@ -8,7 +8,6 @@
 #include <map>
 
 #define FN_MEMBER inline
-#define TWICE
 #define OUTLINE static
 #define KERNEL_ALONE KERNEL
 

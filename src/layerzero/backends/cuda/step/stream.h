@@ -6,7 +6,6 @@
 #include "device.h"
 
 #define FN_MEMBER __device__ __forceinline__
-#define TWICE _Pragma("unroll 2")
 #define OUTLINE __device__ __noinline__
 // One block to a multiprocessor: it may use all registers.
 #define KERNEL_ALONE(name, Params, threads) \

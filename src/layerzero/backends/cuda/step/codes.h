@@ -20,7 +20,7 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     }
 }
 
-static constexpr int SUMS = CODES == 1 ? 4 : 2;    // that do not wait for each other
+static constexpr int SUMS = CODES == 1 ? 3 : 2;    // that do not wait for each other
 
 // 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
 // codes of 32 inputs lie in the run of a row
@@ -36,7 +36,7 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         mma<true>(acc[j % 2], first, left);
         mma<true>(acc[j % 2], second, right);
         if (CODES == 1) {
-            mma<true>(acc[SUMS - 2], MINUS_136, left);
+            mma<true>(acc[SUMS - 1], MINUS_136, left);
             mma<true>(acc[SUMS - 1], MINUS_136, right);
         }
     }
@@ -65,8 +65,7 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    sum[e] += (acc[n][0][e] + acc[n][1][e] + (acc[n][SUMS - 2][e] + acc[n][SUMS - 1][e]))
-                        * (e < 2 ? low(by) : high(by));
+                    sum[e] += (acc[n][0][e] + acc[n][1][e] + acc[n][SUMS - 1][e]) * (e < 2 ? low(by) : high(by));
                     UNROLL for (int j = 0; j < SUMS; ++j) acc[n][j][e] = 0;
                 }
             }
@@ -79,9 +78,9 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
 }
 
 // The sums of 16 rows by a part of the warps, each for all rows of x. Tiles are copied in order, so a
-// warp is less than ROUNDS rounds before any other: its tile comes after all of the round before, for
-// which the others have left theirs, STAGES / WARPS rounds earlier; and they add up a round later.
-static constexpr int ROUNDS = STAGES / WARPS + 3;
+// warp is less than ROUNDS rounds before any other: its next tile comes after all of the round before,
+// for which the others have left theirs, STAGES / WARPS rounds earlier.
+static constexpr int ROUNDS = STAGES / WARPS + 2;
 FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH); }
 
 template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
@@ -90,48 +89,42 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
     return sum;
 }
 
-// In a round every warp has a slice of an item, or every WARPS-th of one item; one warp adds up what all
-// of them have of an item, after its own work in the next round, so that none waits for another.
+// In a round every warp has a slice of an item, or every WARPS-th of one item; then one warp adds up
+// what all of them have of an item.
 template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to) {
     constexpr int BLOCKS = code_blocks(K, SLICES), PARTS = SLICES < WARPS ? SLICES : WARPS, ITEMS = WARPS / PARTS;
     const bool is_gated = to.kind == TO_GATE;
     const Share share = take(first, is_gated ? INNER / 8 : ceil_div(to.rows, 16));
     const int own = (warp() + WARPS - next % WARPS) % WARPS, g = lane() / 4, t = lane() % 4;
-    const int items = share.count;
-    // Which item of the round that begins with the n-th this warp adds up, from 0; ITEMS and more: none
-    const auto added_up = [=](int n) {
-        const int item = (warp() + WARPS - n % WARPS) % WARPS;
-        return n + item < items ? item : ITEMS;
-    };
-    ROLLED for (int n = 0; n < items + ITEMS; n += ITEMS) {
-        const int round = n / ITEMS, before = n - ITEMS, last = n ? added_up(before) : ITEMS;
-        const int item = share.item(before + last);
+    ROLLED for (int n = 0; n < share.count; n += ITEMS) {
+        const int round = n / ITEMS, last = (warp() + WARPS - n % WARPS) % WARPS;    // of the round, which this warp adds up
+        const bool is_last = last < ITEMS && n + last < share.count;
+        const int item = share.item(n + last);
         float scale[2] = {1, 1}, bias = 0;         // asked for before anything is waited for
-        if (last < ITEMS && CODES == 2)
+        if (is_last && CODES == 2)
             UNROLL for (int e = 0; e < 2; ++e) {
                 const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : min_int(item * 16 + lane() % 16, to.rows - 1);
                 scale[e] = to.scales[row] * 1048576.0f;    // 2^120 / 2^100
             }
-        if (BIAS && last < ITEMS && to.kind == TO_QKV)
-            bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
-        if (n < items) {
-            float sum[4] = {0, 0, 0, 0};
-            const int mine = n + own / PARTS;
-            if (mine < items)
-                ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
-                    multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)),
-                                              x + s * (BLOCKS * 128), sum);
-            UNROLL for (int e = 0; e < 4; ++e)
-                if (2 * t + e % 2 < BATCH) part_sums(round, own)[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
-            if (added_up(n) >= ITEMS) arrive_some(2 + round % ROUNDS, THREADS);
+        if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
+        float sum[4] = {0, 0, 0, 0};
+        const int mine = n + own / PARTS;
+        if (mine < share.count)
+            ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
+                multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)),
+                                          x + s * (BLOCKS * 128), sum);
+        UNROLL for (int e = 0; e < 4; ++e)
+            if (2 * t + e % 2 < BATCH) part_sums(round, own)[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
+        if (!is_last) {
+            arrive_some(2 + round % ROUNDS, THREADS);
+            continue;
         }
-        if (last >= ITEMS) continue;
-        sync_some(2 + (round - 1) % ROUNDS, THREADS);
+        sync_some(2 + round % ROUNDS, THREADS);
         if (is_gated) {
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int v = lane() % 8;
-                const float value = activated(total<PARTS>(round - 1, last, v, b) * scale[0],
-                                              total<PARTS>(round - 1, last, v + 8, b) * scale[1]);
+                const float value = activated(total<PARTS>(round, last, v, b) * scale[0],
+                                              total<PARTS>(round, last, v + 8, b) * scale[1]);
                 const float other = shuffle_xor(value, 1);
                 if (lane() < 8 && v % 2 == 0)
                     post(to.words + b * (INNER / 2) + item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
@@ -139,10 +132,9 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         } else
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int row = item * 16 + lane();
-                if (lane() < 16 && row < to.rows)
-                    emit(to, row, b, total<PARTS>(round - 1, last, lane(), b) * scale[0], bias);
+                if (lane() < 16 && row < to.rows) emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0], bias);
             }
     }
-    next += items * SLICES;
+    next += share.count * SLICES;
     ++phase;
 }

@@ -196,7 +196,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return cfg.stages // cfg.warps + 3
+    return cfg.stages // cfg.warps + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:

@@ -173,10 +173,12 @@ FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, con
 template <int UNITS, typename Place, typename Take>
 FN void receive_at(const Place& place, u32 tag, const Watch& watch, const Take& take) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = EACH < AT_FIRST ? EACH : AT_FIRST;
-    constexpr int REST = EACH - FIRST, TURNS = (REST + AT_ONCE - 1) / AT_ONCE, LATER = TURNS ? (REST + TURNS - 1) / TURNS : FIRST;
-    if (LATER > FIRST) receive_some<UNITS, FIRST>(0, place, tag, watch, take);     // else one code for all
-    ROLLED for (int n = LATER > FIRST ? FIRST : 0; n < EACH; n += LATER > FIRST ? LATER : FIRST)
-        receive_some<UNITS, (LATER > FIRST ? LATER : FIRST)>(n, place, tag, watch, take);
+    if constexpr (AT_ONCE > AT_FIRST) {
+        constexpr int REST = EACH - FIRST, TURNS = (REST + AT_ONCE - 1) / AT_ONCE, LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
+        receive_some<UNITS, FIRST>(0, place, tag, watch, take);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, watch, take);
+    } else                                         // one code for all of them
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, watch, take);
 }
 
 template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, const Take& take) {

@@ -105,6 +105,16 @@ FN void copies_arrive(u64* mbarrier) {
 
 FN u32 masked_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
 
+FN u32 fp8_pair(u32 codes) {
+    float v[2];
+    for (int n = 0; n < 2; ++n) {
+        const u32 code = codes >> 8 * n & 0xFF, exponent = code >> 3 & 15, mantissa = code & 7;
+        v[n] = exponent ? ldexpf(8 + mantissa, int(exponent) - 10) : ldexpf(mantissa, -9);
+        if (code & 0x80) v[n] = -v[n];
+    }
+    return pack2<false>(v[0], v[1]);
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }

@@ -69,7 +69,8 @@ class Decoder:
         self.embed, self.norm = random(shape.vocab, h), 1 + random(h, scale=0.2)
         coded = self.layers
         if shape.codes:                        # the formulas see what the codes stand for
-            coded, self.layers = map(list, zip(*map(encoded, self.layers)))
+            coded, self.layers = map(list, zip(*(encoded(at, shape.codes)
+                                                      for at in self.layers)))
         self.step = PersistentStep(shape, cfg, coded, self.embed, self.norm, self.embed,
                                    eps=EPS, head_eps=EPS, scale=shape.dim ** -0.5,
                                    head_norm_eps=EPS, **more)
@@ -113,11 +114,17 @@ class Decoder:
         return normed(x, self.norm) @ self.embed.to(dtype).t()
 
 
-def encoded(at: LayerTensors) -> tuple[LayerTensors, LayerTensors]:
-    """A layer with int4 codes for weights, and with the weights that they stand for."""
+def encoded(at: LayerTensors, format: str) -> tuple[LayerTensors, LayerTensors]:
+    """A layer with codes for weights, and with the weights that they stand for."""
     names = ("qkv", "out", "into", "down")
     codes, scales, weights = [], [], []
-    for name in names:
+    for name in names if format == "fp8_e4m3" else ():
+        weight = getattr(at, name).float()
+        by = weight.abs().amax(-1, keepdim=True) / 448
+        codes.append((weight / by).to(torch.float8_e4m3fn))
+        scales.append(by)
+        weights.append(codes[-1].float() * by)
+    for name in names if format == "int4" else ():
         groups = getattr(at, name).float().unflatten(1, (-1, 128))
         by = (groups.abs().amax(-1) / 7).bfloat16()
         code = ((groups / by.float()[..., None]).round().clamp(-8, 7) + 8).to(torch.uint8)
@@ -139,8 +146,10 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
     # codes: rows that are no whole tiles of the head, and slices
     (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
      Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),
-    (Shape(256, 8, 1, 32, 16, 1280, 37, 2, codes="int4"),
-     Config(4, 8, 4, 2, 48, 5120), 4, {"positions": (40,)}))
+    (Shape(256, 8, 1, 32, 16, 1280, 37, 2, batch=2, codes="int4"),
+     Config(4, 8, 4, 2, 48, 5120), 4, {"positions": (40,)}),
+    (Shape(256, 8, 1, 32, 16, 384, 37, 1, codes="fp8_e4m3"),
+     Config(2, 4, 4, 2, 48, 4096), 3, {"positions": (40,)}))
 
 
 @pytest.mark.parametrize("shape, cfg, blocks, more", CASES)

@@ -1,31 +1,28 @@
 // Of Consumer (step.cu): products with codes for weights. The tensor cores take 16 rows of a weight,
-// and the rows of x as columns; both in the order in which codes come out of a word, which x has in
-// memory already (`slot`). int4 in the mantissa of 128.0 is 128 + code, and one more product takes
-// 136 times x away from all rows: that is fewer instructions than to take 136 from every code. The
-// bits of fp8_e4m3 are moved to those of a bf16, which is 2^-120 times as much; x is kept 2^100 times
-// as large, so that no product is too small. The warps of a block share the inputs of an item, and one
-// of them adds up what they have.
+// and the rows of x as columns, both as fp16, in which codes take the fewest instructions: int4 in the
+// mantissa of 1024.0 is 1024 + code, or 1024 + 16 times the code where it lies four bits higher and x
+// is a sixteenth; and one more product takes the 1024, and the 8 by which a code is too large, times x
+// away from all rows. What is kept of x is scaled by a power of two that its largest value gives
+// (`arrange` in step.cu). The warps of a block share the inputs of an item, and one of them adds up
+// what they have.
 
 // Eight codes of a row as pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     if (CODES == 1) {
         const u32 word = *(const u32*)from;
-        UNROLL for (int n = 0; n < 4; ++n) pair[n] = masked_or(word >> 4 * n, 0x000F000Fu, 0x43004300u);
+        UNROLL for (int n = 0; n < 4; ++n) pair[n] = masked_or(word >> n / 2 * 8, n % 2 ? 0x00F000F0u : 0x000F000Fu, 0x64006400u);
         return;
     }
     const u64 words = *(const u64*)from;
-    UNROLL for (int n = 0; n < 4; ++n) {
-        const u32 word = u32(words >> n / 2 * 32);
-        pair[n] = masked_or(n % 2 ? word : word << 8, 0x80008000u, (n % 2 ? word >> 4 : word << 4) & 0x07F007F0u);
-    }
+    UNROLL for (int n = 0; n < 4; ++n) pair[n] = fp8_pair(u32(words >> 16 * n));
 }
 
-static constexpr int SUMS = CODES == 1 ? 3 : 2;    // that do not wait for each other
+static constexpr int SUMS = CODES == 1 ? 4 : 2;    // that do not wait for each other
 
 // 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
 // codes of 32 inputs lie in the run of a row
 template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[SUMS][4]) {
-    constexpr u32 MINUS_136[4] = {0xC308C308u, 0xC308C308u, 0xC308C308u, 0xC308C308u};
+    constexpr u32 TAKEN[4] = {0xE408E408u, 0xE408E408u, 0xE480E480u, 0xE480E480u};     // -1032, -1152
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
         decode(codes + at[j], upper);
@@ -33,11 +30,11 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         const Four u = load4(x + j * 32);
         const u32 first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
-        mma<true>(acc[j % 2], first, left);
-        mma<true>(acc[j % 2], second, right);
+        mma<false>(acc[j % 2], first, left);
+        mma<false>(acc[j % 2], second, right);
         if (CODES == 1) {
-            mma<true>(acc[SUMS - 1], MINUS_136, left);
-            mma<true>(acc[SUMS - 1], MINUS_136, right);
+            mma<false>(acc[SUMS - 2], TAKEN, left);
+            mma<false>(acc[SUMS - 1], TAKEN, right);
         }
     }
 }
@@ -65,7 +62,8 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    sum[e] += (acc[n][0][e] + acc[n][1][e] + acc[n][SUMS - 1][e]) * (e < 2 ? low(by) : high(by));
+                    sum[e] += (acc[n][0][e] + acc[n][1][e] + (acc[n][SUMS - 2][e] + acc[n][SUMS - 1][e]))
+                        * (e < 2 ? low(by) : high(by));
                     UNROLL for (int j = 0; j < SUMS; ++j) acc[n][j][e] = 0;
                 }
             }
@@ -104,7 +102,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         if (is_last && CODES == 2)
             UNROLL for (int e = 0; e < 2; ++e) {
                 const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : min_int(item * 16 + lane() % 16, to.rows - 1);
-                scale[e] = to.scales[row] * 1048576.0f;    // 2^120 / 2^100
+                scale[e] = to.scales[row];
             }
         if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
         float sum[4] = {0, 0, 0, 0};
@@ -123,8 +121,9 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         if (is_gated) {
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int v = lane() % 8;
-                const float value = activated(total<PARTS>(round, last, v, b) * scale[0],
-                                              total<PARTS>(round, last, v + 8, b) * scale[1]);
+                const float by = x_scale(to.peaks, b).inverse;
+                const float value = activated(total<PARTS>(round, last, v, b) * scale[0] * by,
+                                              total<PARTS>(round, last, v + 8, b) * scale[1] * by);
                 const float other = shuffle_xor(value, 1);
                 if (lane() < 8 && v % 2 == 0)
                     post(to.words + b * (INNER / 2) + item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
@@ -132,7 +131,8 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         } else
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int row = item * 16 + lane();
-                if (lane() < 16 && row < to.rows) emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0], bias);
+                if (lane() < 16 && row < to.rows)
+                    emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0] * x_scale(to.peaks, b).inverse, bias);
             }
     }
     next += share.count * SLICES;

@@ -188,7 +188,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
-              16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps
+              16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
               + (4 * code_rounds(cfg) * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)

@@ -66,8 +66,9 @@ FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 FN volatile int* lost() { return phase_now() + 1; }
-FN float* code_sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16 + (4 * BATCH * WARPS + 15) / 16 * 16); }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
+FN float* peaks(bool of_odd_x) { return sums() + (of_odd_x ? 2 : 1) * (BATCH * WARPS); }
+FN float* code_sums() { return sums() + (3 * BATCH * WARPS + 3) / 4 * 4; }
 
 // Waiting
 
@@ -134,16 +135,6 @@ FN int sequence(int n, int tile, int tiles) {
 }
 FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count, WARPS) * WARPS; }
 
-// Where the product with codes looks for x[k]: pairs of bf16 as the codes of a word come out of it.
-FN int slot(int k) {
-    if (CODES == 1) return (k & ~7) | (k & 3) << 1 | (k >> 2 & 1);
-    if (CODES == 2) return (k & ~3) | (k & 1) << 1 | (k >> 1 & 1);
-    return k;
-}
-
-// x for codes of fp8 (codes.h): 2^100 times as much
-FN u32 raised(float a, float b) { return pack2<true>(a * 1.2676506002282294e30f, b * 1.2676506002282294e30f); }
-
 #include "producer.h"
 
 // The other warps
@@ -185,20 +176,54 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
     receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, watch, take);
 }
 
+struct Scale { float by, inverse; };
+
+// The power of two that brings the largest value of a row of x to 2^13 and more, for which fp16 has room
+FN Scale x_scale(const float* peaks, int b) {
+    float peak = peaks[b * WARPS];
+    UNROLL for (int w = 1; w < WARPS; ++w) peak = fmaxf(peak, peaks[b * WARPS + w]);
+    const int exponent = max_int(14, float_bits(peak) >> 23);
+    return {bits_float(u32(267 - exponent) << 23), bits_float(u32(exponent - 13) << 23)};
+}
+
+// x as the products with codes take it (codes.h): scaled fp16, for int4 in the order in which codes come
+// out of a word
+template <int K> FN void arrange(u16* x, float* peaks, const float (&peak)[BATCH]) {
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        const float largest = warp_max(peak[b]);
+        if (lane() == 0) peaks[b * WARPS + warp()] = largest;
+    }
+    sync_first(THREADS);
+    ROLLED for (int b = 0; b < BATCH; ++b) {
+        const float by = x_scale(peaks, b).by, odd = CODES == 1 ? by / 16 : by;
+        ROLLED for (int unit = thread(); unit < K / 8; unit += THREADS) {
+            u16* at = x + b * K + unit * 8;
+            const Four v = load4(at);
+            const float y[8] = {low(v.x) * by, high(v.x) * odd, low(v.y) * by, high(v.y) * odd,
+                                low(v.z) * by, high(v.z) * odd, low(v.w) * by, high(v.w) * odd};
+            Four to;
+            if (CODES == 1) to = {pack2<false>(y[0], y[4]), pack2<false>(y[1], y[5]), pack2<false>(y[2], y[6]), pack2<false>(y[3], y[7])};
+            else to = {pack2<false>(y[0], y[1]), pack2<false>(y[2], y[3]), pack2<false>(y[4], y[5]), pack2<false>(y[6], y[7])};
+            store4(at, to);
+        }
+    }
+    sync_first(THREADS);
+}
+
 // K values of each row of the batch, two to a word
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
-    UNROLL for (int b = 0; b < BATCH; ++b)
+    float peak[BATCH];
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        peak[b] = 0;
         receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
-            if (!CODES) {
-                ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
-                return;
-            }
-            u16* to = x + b * K;
-            if (CODES == 2) left = raised(low(left), high(left)), right = raised(low(right), high(right));
-            to[slot(4 * unit)] = u16(left), to[slot(4 * unit + 1)] = u16(left >> 16);
-            to[slot(4 * unit + 2)] = u16(right), to[slot(4 * unit + 3)] = u16(right >> 16);
+            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+            if (CODES)
+                peak[b] = fmaxf(fmaxf(peak[b], fmaxf(fabsf(low(left)), fabsf(high(left)))),
+                                fmaxf(fabsf(low(right)), fabsf(high(right))));
         });
-    sync_first(THREADS);
+    }
+    if (CODES) arrange<K>(x, peaks(true), peak);
+    else sync_first(THREADS);
 }
 
 // The residual, and its norm; `from` is null for the first layer, which gets what was embedded
@@ -231,22 +256,23 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
         if (lane() == 0) sums()[b * WARPS + warp()] = square;
     }
     sync_first(THREADS);
+    float peak[BATCH];
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float square = 0;
         UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
         const float inverse = rsqrtf(square / HIDDEN + eps);
+        peak[b] = 0;
         const float* row = residual() + b * HIDDEN;
         UNROLL for (int n = 0; n < EACH; ++n) {
             const int unit = n * THREADS + thread();
             if (unit >= UNITS) continue;
-            u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
-            if (CODES == 2 && !in_order) pair = raised(low(pair), high(pair));
-            u16* to = x + b * HIDDEN;
-            if (!CODES || in_order) ((u32*)to)[unit] = pair;
-            else to[slot(2 * unit)] = u16(pair), to[slot(2 * unit + 1)] = u16(pair >> 16);
+            const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
+            ((u32*)(x + b * HIDDEN))[unit] = pair;
+            if (CODES) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
         }
     }
-    sync_first(THREADS);
+    if (CODES && !in_order) arrange<HIDDEN>(x, peaks(false), peak);
+    else sync_first(THREADS);
 }
 
 FN float dot(Four w, const float (&x)[8], float acc) {
@@ -271,6 +297,7 @@ struct Target {
     float* logits;
 #if CODES
     const float* scales;                           // of rows with fp8 codes
+    const float* peaks;                            // of x
 #endif
 };
 
@@ -476,6 +503,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 #if CODES
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.into_scales
                                                                                             : at.down_scales);
+            to.peaks = peaks(part % 2);
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
             else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(odd_x(), to);
             else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(odd_x(), to);

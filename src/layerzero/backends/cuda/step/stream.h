@@ -76,6 +76,13 @@ FN u32 masked_or(u32 a, u32 mask, u32 bits) {
     return v;
 }
 
+// Two codes of fp8_e4m3 as a pair of fp16
+FN u32 fp8_pair(u32 codes) {
+    u32 v;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(u16(codes)));
+    return v;
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) {                  // each word is whole; the two may be of different times

@@ -1,10 +1,10 @@
 // Of Consumer (step.cu): products with codes for weights. The tensor cores take 16 rows of a weight,
 // and the rows of x as columns, both as fp16, in which codes take the fewest instructions: int4 in the
 // mantissa of 1024.0 is 1024 + code, or 1024 + 16 times the code where it lies four bits higher and x
-// is a sixteenth; and one more product takes the 1024, and the 8 by which a code is too large, times x
-// away from all rows. What is kept of x is scaled by a power of two that its largest value gives
-// (`arrange` in step.cu). The warps of a block share the inputs of an item, and one of them adds up
-// what they have.
+// is a sixteenth. The 1024, and the 8 by which a code is too large, times x are the same for all rows,
+// and taken away after 128 inputs. What is kept of x is scaled by a power of two that its largest value
+// gives (`arrange` in step.cu). The warps of a block share the inputs of an item, and one of them adds
+// up what they have.
 
 // Eight codes of a row as pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
@@ -17,12 +17,9 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     UNROLL for (int n = 0; n < 4; ++n) pair[n] = fp8_pair(u32(words >> 16 * n));
 }
 
-static constexpr int SUMS = CODES == 1 ? 4 : 2;    // that do not wait for each other
-
 // 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
 // codes of 32 inputs lie in the run of a row
-template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[SUMS][4]) {
-    constexpr u32 TAKEN[4] = {0xE408E408u, 0xE408E408u, 0xE480E480u, 0xE480E480u};     // -1032, -1152
+template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
         decode(codes + at[j], upper);
@@ -32,15 +29,12 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
         mma<false>(acc[j % 2], first, left);
         mma<false>(acc[j % 2], second, right);
-        if (CODES == 1) {
-            mma<false>(acc[SUMS - 2], TAKEN, left);
-            mma<false>(acc[SUMS - 1], TAKEN, right);
-        }
     }
 }
 
 // sum += the tile times x, in the layout of the tensor cores
-template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, float (&sum)[4]) const {
+template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, const float* offsets,
+                                                                 float (&sum)[4]) const {
     constexpr int TOGETHER = BLOCKS % 2 || STRIDE / 128 % 2 ? 1 : 2;    // the last slice may be shorter
     constexpr int BOX = box_bytes(BLOCKS), PLACES = RUN / 32;
     static_assert(CODES == 2 || TOGETHER == 2, "runs of int4 codes are of two blocks");
@@ -52,9 +46,9 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
     const u8* codes = tile_at + g * 128;
     const u8* scales = tile_at + 2 * BOX + g * 4;
     const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
-    float acc[TOGETHER][SUMS][4];
+    float acc[TOGETHER][2][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
-        UNROLL for (int j = 0; j < SUMS; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
+        UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
     ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
         UNROLL for (int n = 0; n < TOGETHER; ++n)
             multiply_block<BOX>(codes + n * 128 / RUN * 1024, at + n * 128 % RUN / 32, from + n * 128, acc[n]);
@@ -62,11 +56,12 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    sum[e] += (acc[n][0][e] + acc[n][1][e] + (acc[n][SUMS - 2][e] + acc[n][SUMS - 1][e]))
-                        * (e < 2 ? low(by) : high(by));
-                    UNROLL for (int j = 0; j < SUMS; ++j) acc[n][j][e] = 0;
+                    const float much = offsets[min_int(2 * t + e % 2, BATCH - 1) * (STRIDE / 128) + n];
+                    sum[e] += (acc[n][0][e] + acc[n][1][e] - much) * (e < 2 ? low(by) : high(by));
+                    acc[n][0][e] = acc[n][1][e] = 0;
                 }
             }
+        offsets += TOGETHER;
         codes += TOGETHER * 128 * 1024 / RUN, from += TOGETHER * 128, scales += TOGETHER * 32;
     }
     release(number);
@@ -78,7 +73,6 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
 // The sums of 16 rows by a part of the warps, each for all rows of x. Tiles are copied in order, so a
 // warp is less than ROUNDS rounds before any other: its next tile comes after all of the round before,
 // for which the others have left theirs, STAGES / WARPS rounds earlier.
-static constexpr int ROUNDS = STAGES / WARPS + 2;
 FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH); }
 
 template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
@@ -110,7 +104,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         if (mine < share.count)
             ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
                 multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(BLOCKS, K / 128 - s * BLOCKS)),
-                                          x + s * (BLOCKS * 128), sum);
+                                          x + s * (BLOCKS * 128), to.offsets + s * BLOCKS, sum);
         UNROLL for (int e = 0; e < 4; ++e)
             if (2 * t + e % 2 < BATCH) part_sums(round, own)[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
         if (!is_last) {

@@ -189,9 +189,15 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
-              + (4 * code_rounds(cfg) * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
+              + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
+
+
+def _code_bytes(shape: Shape, cfg: Config) -> int:
+    """Returns the bytes of the sums by parts of the warps, and of the offsets of either x."""
+    longest = max(shape.hidden, shape.heads * shape.dim, shape.inner)
+    return 4 * shape.batch * (code_rounds(cfg) * CODE_ROWS * cfg.warps + 2 * longest // BLOCK)
 
 
 def code_rounds(cfg: Config) -> int:

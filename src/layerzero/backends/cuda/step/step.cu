@@ -55,7 +55,7 @@ FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
 FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
 FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 FN int min_int(int a, int b) { return a < b ? a : b; }
-FN int max_int(int a, int b) { return a > b ? a : b; }
+FN constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
 // Shared memory
 
@@ -68,7 +68,9 @@ FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 1
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 FN float* peaks(bool of_odd_x) { return sums() + (of_odd_x ? 2 : 1) * (BATCH * WARPS); }
+constexpr int ROUNDS = STAGES / WARPS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);    // codes.h
 FN float* code_sums() { return sums() + (3 * BATCH * WARPS + 3) / 4 * 4; }
+FN float* code_offsets(bool of_odd_x) { return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128); }
 
 // Waiting
 
@@ -178,6 +180,8 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
 
 struct Scale { float by, inverse; };
 
+FN float half_sum(u32 pair) { return to_float<false>(u16(pair)) + to_float<false>(u16(pair >> 16)); }
+
 // The power of two that brings the largest value of a row of x to 2^13 and more, for which fp16 has room
 FN Scale x_scale(const float* peaks, int b) {
     float peak = peaks[b * WARPS];
@@ -187,8 +191,9 @@ FN Scale x_scale(const float* peaks, int b) {
 }
 
 // x as the products with codes take it (codes.h): scaled fp16, for int4 in the order in which codes come
-// out of a word
-template <int K> FN void arrange(u16* x, float* peaks, const float (&peak)[BATCH]) {
+// out of a word; and what such a product has too much in 128 inputs
+template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]) {
+    float *peaks = ::peaks(is_odd), *offsets = code_offsets(is_odd);
     UNROLL for (int b = 0; b < BATCH; ++b) {
         const float largest = warp_max(peak[b]);
         if (lane() == 0) peaks[b * WARPS + warp()] = largest;
@@ -205,6 +210,11 @@ template <int K> FN void arrange(u16* x, float* peaks, const float (&peak)[BATCH
             if (CODES == 1) to = {pack2<false>(y[0], y[4]), pack2<false>(y[1], y[5]), pack2<false>(y[2], y[6]), pack2<false>(y[3], y[7])};
             else to = {pack2<false>(y[0], y[1]), pack2<false>(y[2], y[3]), pack2<false>(y[4], y[5]), pack2<false>(y[6], y[7])};
             store4(at, to);
+            if (CODES != 1) continue;
+            // 16 threads have a block: 1024 + 8, and 16 times (64 + 8)
+            float much = 1032 * (half_sum(to.x) + half_sum(to.z)) + 1152 * (half_sum(to.y) + half_sum(to.w));
+            UNROLL for (int mask = 1; mask < 16; mask *= 2) much += shuffle_xor(much, mask);
+            if (lane() % 16 == 0) offsets[b * (K / 128) + unit / 16] = much;
         }
     }
     sync_first(THREADS);
@@ -222,7 +232,7 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watc
                                 fmaxf(fabsf(low(right)), fabsf(high(right))));
         });
     }
-    if (CODES) arrange<K>(x, peaks(true), peak);
+    if (CODES) arrange<K>(x, true, peak);
     else sync_first(THREADS);
 }
 
@@ -271,7 +281,7 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
             if (CODES) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
         }
     }
-    if (CODES && !in_order) arrange<HIDDEN>(x, peaks(false), peak);
+    if (CODES && !in_order) arrange<HIDDEN>(x, false, peak);
     else sync_first(THREADS);
 }
 
@@ -297,7 +307,7 @@ struct Target {
     float* logits;
 #if CODES
     const float* scales;                           // of rows with fp8 codes
-    const float* peaks;                            // of x
+    const float *peaks, *offsets;                  // of x
 #endif
 };
 
@@ -503,7 +513,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 #if CODES
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.into_scales
                                                                                             : at.down_scales);
-            to.peaks = peaks(part % 2);
+            to.peaks = peaks(part % 2), to.offsets = code_offsets(part % 2);
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
             else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(odd_x(), to);
             else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(odd_x(), to);

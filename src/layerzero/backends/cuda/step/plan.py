@@ -236,7 +236,7 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if cfg.stages % cfg.warps or shape.codes and code_rounds(cfg) > MAX_ROUNDS:
+    if cfg.stages % cfg.warps or (shape.codes and code_rounds(cfg) > MAX_ROUNDS):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -265,7 +265,8 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24), Config(4, 8, 8, 2, tile=9216, later_polls=24),
+CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24),
+         Config(4, 8, 8, 2, tile=9216, later_polls=24),
          Config(4, 4, 4, 2, tile=9216))
 
 
@@ -281,9 +282,11 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim,
         "HALF": shape.half, "INNER": shape.inner, "BATCH": shape.batch, "BIAS": int(shape.bias),
         "HEAD_NORMS": int(shape.head_norms), "ACTIVATION": ACTIVATIONS.index(shape.activation),
-        "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(shape, cfg), "FLIGHT": cfg.flight,
-        "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
-        "COPIERS": cfg.copiers, "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls, "SPLITS": splits, "STAMPS": int(cfg.stamps),
+        "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(shape, cfg),
+        "FLIGHT": cfg.flight, "AHEAD": cfg.ahead, "CHUNK": cfg.chunk,
+        "TOKENS": cached_tokens(shape.dim, cfg.tile), "COPIERS": cfg.copiers,
+        "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
+        "SPLITS": splits, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},

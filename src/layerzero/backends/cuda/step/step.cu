@@ -12,10 +12,10 @@
 // lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
 //
 // Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
-// HEAD_NORMS, ACTIVATION, WARPS, COPIERS, FIRST_POLLS, LATER_POLLS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
-// (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
-// tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
-// words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
+// HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, FIRST_POLLS and
+// LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
+// slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
+// offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
 // for each row (2), and the slices of their rows (codes.h).
 #include "stream.h"
 
@@ -46,15 +46,13 @@ struct Params {
 
 constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
-// Words of 16 bytes that a thread polls together until they are there, and then, when most are there
-constexpr int AT_FIRST = FIRST_POLLS, AT_ONCE = LATER_POLLS;
 constexpr float NONE = -1e30f;
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
 FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
 FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
-FN int min_int(int a, int b) { return a < b ? a : b; }
+FN constexpr int min_int(int a, int b) { return a < b ? a : b; }
 FN constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
 // Shared memory
@@ -68,9 +66,12 @@ FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 1
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 FN float* peaks(bool of_odd_x) { return sums() + (of_odd_x ? 2 : 1) * (BATCH * WARPS); }
-constexpr int ROUNDS = STAGES / WARPS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);    // codes.h
+// For products with codes (codes.h)
+constexpr int ROUNDS = STAGES / WARPS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
 FN float* code_sums() { return sums() + (3 * BATCH * WARPS + 3) / 4 * 4; }
-FN float* code_offsets(bool of_odd_x) { return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128); }
+FN float* code_offsets(bool of_odd_x) {
+    return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128);
+}
 
 // Waiting
 
@@ -139,151 +140,9 @@ FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count
 
 #include "producer.h"
 
+#include "inputs.h"
+
 // The other warps
-
-// Polls COUNT pairs of words of a thread, from its n-th
-template <int UNITS, int COUNT, typename Place, typename Take>
-FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, const Take& take) {
-    Words v[COUNT];
-    int spins = 0;
-    bool all;
-    do {
-        all = true;
-        UNROLL for (int u = 0; u < COUNT; ++u) {
-            const int unit = (n + u) * THREADS + thread();
-            if (unit >= UNITS) continue;
-            v[u] = peek2(place(unit));
-            all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
-        }
-    } while (!all && !in_vain(watch, spins));
-    UNROLL for (int u = 0; u < COUNT; ++u) {
-        const int unit = (n + u) * THREADS + thread();
-        if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
-    }
-}
-
-// Polls UNITS pairs of words, at place(unit); take(unit, first value, second value)
-template <int UNITS, typename Place, typename Take>
-FN void receive_at(const Place& place, u32 tag, const Watch& watch, const Take& take) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = EACH < AT_FIRST ? EACH : AT_FIRST;
-    if constexpr (AT_ONCE > AT_FIRST) {
-        constexpr int REST = EACH - FIRST, TURNS = (REST + AT_ONCE - 1) / AT_ONCE, LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST>(0, place, tag, watch, take);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, watch, take);
-    } else                                         // one code for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, watch, take);
-}
-
-template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, const Take& take) {
-    receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, watch, take);
-}
-
-struct Scale { float by, inverse; };
-
-FN float half_sum(u32 pair) { return to_float<false>(u16(pair)) + to_float<false>(u16(pair >> 16)); }
-
-// The power of two that brings the largest value of a row of x to 2^13 and more, for which fp16 has room
-FN Scale x_scale(const float* peaks, int b) {
-    float peak = peaks[b * WARPS];
-    UNROLL for (int w = 1; w < WARPS; ++w) peak = fmaxf(peak, peaks[b * WARPS + w]);
-    const int exponent = max_int(14, float_bits(peak) >> 23);
-    return {bits_float(u32(267 - exponent) << 23), bits_float(u32(exponent - 13) << 23)};
-}
-
-// x as the products with codes take it (codes.h): scaled fp16, for int4 in the order in which codes come
-// out of a word; and what such a product has too much in 128 inputs
-template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]) {
-    float *peaks = ::peaks(is_odd), *offsets = code_offsets(is_odd);
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        const float largest = warp_max(peak[b]);
-        if (lane() == 0) peaks[b * WARPS + warp()] = largest;
-    }
-    sync_first(THREADS);
-    ROLLED for (int b = 0; b < BATCH; ++b) {
-        const float by = x_scale(peaks, b).by, odd = CODES == 1 ? by / 16 : by;
-        ROLLED for (int unit = thread(); unit < K / 8; unit += THREADS) {
-            u16* at = x + b * K + unit * 8;
-            const Four v = load4(at);
-            const float y[8] = {low(v.x) * by, high(v.x) * odd, low(v.y) * by, high(v.y) * odd,
-                                low(v.z) * by, high(v.z) * odd, low(v.w) * by, high(v.w) * odd};
-            Four to;
-            if (CODES == 1) to = {pack2<false>(y[0], y[4]), pack2<false>(y[1], y[5]), pack2<false>(y[2], y[6]), pack2<false>(y[3], y[7])};
-            else to = {pack2<false>(y[0], y[1]), pack2<false>(y[2], y[3]), pack2<false>(y[4], y[5]), pack2<false>(y[6], y[7])};
-            store4(at, to);
-            if (CODES != 1) continue;
-            // 16 threads have a block: 1024 + 8, and 16 times (64 + 8)
-            float much = 1032 * (half_sum(to.x) + half_sum(to.z)) + 1152 * (half_sum(to.y) + half_sum(to.w));
-            UNROLL for (int mask = 1; mask < 16; mask *= 2) much += shuffle_xor(much, mask);
-            if (lane() % 16 == 0) offsets[b * (K / 128) + unit / 16] = much;
-        }
-    }
-    sync_first(THREADS);
-}
-
-// K values of each row of the batch, two to a word
-template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
-    float peak[BATCH];
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        peak[b] = 0;
-        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
-            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
-            if (CODES)
-                peak[b] = fmaxf(fmaxf(peak[b], fmaxf(fabsf(low(left)), fabsf(high(left)))),
-                                fmaxf(fabsf(low(right)), fabsf(high(right))));
-        });
-    }
-    if (CODES) arrange<K>(x, true, peak);
-    else sync_first(THREADS);
-}
-
-// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p,
-                    const Watch& watch) {
-    constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 by[EACH];                                  // asked for before anything is waited for
-    UNROLL for (int n = 0; n < EACH; ++n)
-        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        float* to = residual() + b * HIDDEN;
-        float square = 0;
-        if (from) {
-            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
-                const float l = bits_float(left), r = bits_float(right);
-                to[2 * unit] = l, to[2 * unit + 1] = r;
-                square += l * l + r * r;
-            });
-        } else {
-            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
-            UNROLL for (int n = 0; n < EACH; ++n) {
-                const int unit = n * THREADS + thread();
-                if (unit >= UNITS) continue;
-                const u32 pair = load_once(row + unit);
-                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
-                square += low(pair) * low(pair) + high(pair) * high(pair);
-            }
-        }
-        square = warp_sum(square);
-        if (lane() == 0) sums()[b * WARPS + warp()] = square;
-    }
-    sync_first(THREADS);
-    float peak[BATCH];
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        float square = 0;
-        UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-        const float inverse = rsqrtf(square / HIDDEN + eps);
-        peak[b] = 0;
-        const float* row = residual() + b * HIDDEN;
-        UNROLL for (int n = 0; n < EACH; ++n) {
-            const int unit = n * THREADS + thread();
-            if (unit >= UNITS) continue;
-            const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
-            ((u32*)(x + b * HIDDEN))[unit] = pair;
-            if (CODES) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
-        }
-    }
-    if (CODES && !in_order) arrange<HIDDEN>(x, false, peak);
-    else sync_first(THREADS);
-}
 
 FN float dot(Four w, const float (&x)[8], float acc) {
     acc += low(w.x) * x[0];

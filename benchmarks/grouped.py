@@ -226,7 +226,7 @@ def paged(case: Case, v: Mapping[str, Any], page: int = 16) -> dict[str, Any] | 
             "max_seqlen_q": 1, "return_lse": False, "kv_layout": "NHD"}
 
 
-def cascade(case: Case, v: Mapping[str, Any]) -> Way | None:
+def cascade(case: Case, v: Mapping[str, Any], page: int = 16) -> Way | None:
     """FlashInfer's cascade where all items share their first keys: a level for those, one for the
     keys of each."""
     equal = {(k, m) for _, _, k, m in case.items}
@@ -236,6 +236,7 @@ def cascade(case: Case, v: Mapping[str, Any]) -> Way | None:
 
     keys, shared = case.items[0][3], case.prefix or case.items[0][3]
     count, own, device = len(case.items), keys - shared, v["query"].device
+    pages, own_pages = shared // page, -(-own // page)
     levels = 2 if own else 1
     wrapper = MultiLevelCascadeAttentionWrapper(
         levels, torch.empty(128 << 20, dtype=torch.uint8, device=device), "NHD")
@@ -243,14 +244,14 @@ def cascade(case: Case, v: Mapping[str, Any]) -> Way | None:
     def integers(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    first = torch.arange(shared, dtype=torch.int32, device=device)
-    each = [integers([row[1] + j for row in case.chunks for j in range(own)])] if own else []
+    each = [integers([row[1] // page + j for row in case.chunks for j in range(own_pages)])]
     wrapper.plan(
         [integers([0, count]), integers(range(count + 1))][:levels],
-        [integers([0, shared]), integers([i * own for i in range(count + 1)])][:levels],
-        [first, *each], [integers([1]), integers([1] * count)][:levels],
-        case.heads[0], case.heads[1], case.heads[2], 1, q_data_type=v["query"].dtype)
-    cache = torch.stack((v["key"][:, None], v["value"][:, None]), 1)
+        [integers([0, pages]), integers([i * own_pages for i in range(count + 1)])][:levels],
+        [integers(range(pages)), *each][:levels],
+        [integers([page]), integers([own - (own_pages - 1) * page] * count)][:levels],
+        case.heads[0], case.heads[1], case.heads[2], page, q_data_type=v["query"].dtype)
+    cache = torch.stack([v[name].unflatten(0, (-1, page)) for name in ("key", "value")], 1)
     return lambda: wrapper.run(v["query"], cache)
 
 

@@ -3,9 +3,9 @@
 // as to run.
 #pragma once
 
+#include "../attention/token.h"
 #include "../norms.h"
 #include "../products.h"
-#include "../token.h"
 #include "linear.h"
 
 namespace lz::quant {

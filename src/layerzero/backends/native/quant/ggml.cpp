@@ -1,6 +1,6 @@
 // Linear layers with ggml's weights and the decoder that they make, as functions of the module.
-#include "arguments.h"
-#include "quant/decode.h"
+#include "../arguments.h"
+#include "decode.h"
 
 namespace lz {
 namespace {
@@ -56,7 +56,7 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 // One token through a decoder; returns the likeliest next one. Product and layers are what
-// quant/decode.h calls so, written by Python.
+// decode.h calls so, written by Python.
 PyObject *ggml_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   quant::DecoderStep s;

@@ -13,7 +13,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal --timeout=300 -q
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := $(foreach part,*.cpp *.h */*.h,$(wildcard src/layerzero/dispatch/native/$(part) src/layerzero/backends/native/$(part)))
+NATIVE := $(foreach part,*.cpp *.h */*.cpp */*.h,$(wildcard src/layerzero/dispatch/native/$(part) src/layerzero/backends/native/$(part)))
 HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
 
 .PHONY: run test test-fleet setup build lint bench docs site clean nightly soak

@@ -4,9 +4,9 @@
 #include <random>
 #include <vector>
 
-#include "attention.h"
-#include "grouped.h"
-#include "linear_attention.h"
+#include "attention/decode.h"
+#include "attention/grouped.h"
+#include "attention/linear.h"
 #include "norms.h"
 #include "products.h"
 

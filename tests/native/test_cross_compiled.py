@@ -2,7 +2,7 @@
 against plain loops; those of quantized weights against their portable twin, to the bit.
 
 qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where
-the CPU has it. Other machines than this one only with LZ_TEST_FULL=1; on Debian they want
+the CPU has it. Other processors than this one only with LZ_TEST_FULL=1; on Debian they want
 apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
 """
 
@@ -34,6 +34,7 @@ TARGETS = {
     "x86-64 AVX-512": ("kernels", "x86_64", ("-march=x86-64-v4",), "AVX-512, vectors of 64 bytes",
                        "avx512f"),
     "quantized aarch64 dotprod": ("quant", "aarch64", DOTPROD, "neon dotprod", "dotprod"),
+    "quantized aarch64 i8mm": ("quant", "aarch64", ("-march=armv8.6-a+fp16",), "neon i8mm", "i8mm"),
     "quantized x86-64 AVX2": ("quant", "x86_64", AVX2, "avx2", "avx2"),
     "quantized x86-64 VNNI": ("quant", "x86_64", VNNI, "avx512 vnni", "avx512_vnni"),
 }
@@ -67,6 +68,8 @@ def command_for(machine: str, isa: str, program: Path) -> list[str]:
                                     if FULL or machine == HERE])
 def test_kernels(target: str, tmp_path: Path) -> None:
     program_name, machine, options, says, isa = TARGETS[target]
+    if not FULL and isa and isa not in hardware.probe("cpu").isa:
+        pytest.skip(f"this CPU has no {isa}: compiled, and run under qemu, with LZ_TEST_FULL=1")
     program = tmp_path / "kernels_test"
     compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}",
                                str(HOME / f"{program_name}_test.cpp"), "-o",

@@ -81,6 +81,50 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     asks that each time and lets the op itself serve other calls, with the event plan_missed. The
     function follows neither policy nor breakers.
     """
+    call = _read_call(op, args, kwargs, backend)
+    dispatcher, facts = call.dispatcher, call.facts
+    while True:
+        world = worlds.current()
+        step = call.first_step(world)
+        kernel = world.catalog.by_id[step.kernel]
+        try:
+            run = specialize(dispatcher.op, kernel, step, facts, call.named)
+            break
+        except loading.LoadFailed as e:
+            mark_unloadable(kernel, e.reason)
+    row = cell_of(world, dispatcher.op, facts,
+                  Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
+    return _with_row(run, dispatcher, call.named, call.tensors, row)
+
+
+def chosen_kernel(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
+                  **kwargs: Any) -> str:
+    """Return the id of the kernel that `bind` would choose, in a fraction of its time: the calls
+    that it is right for are not worked out, nor why others are not chosen."""
+    return _read_call(op, args, kwargs, backend).first_step(worlds.current()).kernel
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call to bind: what was given, and its facts."""
+
+    dispatcher: Dispatcher
+    named: Mapping[str, Any]
+    tensors: tuple[str, ...]                   # their names
+    facts: Mapping[str, Any]
+    override: Any
+
+    def first_step(self, world: worlds.World) -> Step:
+        plan = world.plan(self.dispatcher.op, self.facts, self.override)
+        if not plan.steps:
+            raise no_kernel_error(world, self.dispatcher.op, self.facts, self.override)
+        return plan.steps[0]
+
+
+def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+               backend: str | None) -> _Call:
+    """Check a call as it was given to `bind`; ConfigError for one that is changed before it is
+    served."""
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     override = context.override_for_call(backend, None)
@@ -102,21 +146,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
             f"lz.tables.bind: this call of lz.{dispatcher.op.name} is rewritten before it is "
             "served (its rank or layout='auto'); give it in the op's own form: "
             + _own_form(dispatcher.op))
-    facts = dispatcher.facts(values)
-    while True:
-        world = worlds.current()
-        plan = world.plan(dispatcher.op, facts, override)
-        if not plan.steps:
-            raise no_kernel_error(world, dispatcher.op, facts, override)
-        step, kernel = plan.steps[0], world.catalog.by_id[plan.steps[0].kernel]
-        try:
-            run = specialize(dispatcher.op, kernel, step, facts, named)
-            break
-        except loading.LoadFailed as e:
-            mark_unloadable(kernel, e.reason)
-    row = cell_of(world, dispatcher.op, facts,
-                  Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
-    return _with_row(run, dispatcher, named, tuple(tensors), row)
+    return _Call(dispatcher, named, tuple(tensors), dispatcher.facts(values), override)
 
 
 def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],

@@ -19,8 +19,10 @@ transformers = pytest.importorskip("transformers",
 from layerzero.backends.native import build as native_build  # noqa: E402
 from layerzero.integrations.gguf.architectures import read_model, rows_to_halves  # noqa: E402
 from layerzero.integrations.gguf.generation import TextGeneration  # noqa: E402
+from layerzero.integrations.gguf.model import GGUFModel  # noqa: E402
 from layerzero.integrations.gguf.reader import read_gguf_file  # noqa: E402
 from layerzero.integrations.gguf.token_step import TokenStep  # noqa: E402
+from layerzero.models.decoder_config import DecoderConfig, make_weights  # noqa: E402
 from layerzero.models.sequence_kv import SequenceKV  # noqa: E402
 from layerzero.models.weights.ggml import GgmlWeight  # noqa: E402
 from layerzero.ops.formulas.ggml import quantize_blocks  # noqa: E402
@@ -249,6 +251,25 @@ def test_all_layers_of_a_token_in_one_call(name, kind, kv, tmp_path):
     # a code that is rounded the other way is another number
     error = float((got - wanted[4:]).pow(2).mean().sqrt() / wanted.std())
     assert error < 0.03, error
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
+def test_a_token_is_embedded_as_its_row_is_dequantized(format):
+    """Our compiled kernels, from the blocks and from the float32 rows: the same bits."""
+    if native_build.is_built() is not True:
+        pytest.skip("needs our compiled kernels: lz build")
+    c = DecoderConfig(256, 4, 2, layers=1, vocab=32, embed_scale=3.0)
+    weights = {name: GgmlWeight(quantize_blocks(w, "q8_0"), "q8_0") if w.dim() == 2 else w
+               for name, w in make_weights(c).items()}
+    blocks = GgmlWeight(quantize_blocks(make_weights(c)["embed"], format), format)
+    rows = []
+    for embed in (blocks, blocks.dequantized()):
+        model = GGUFModel("", c, {**weights, "embed": embed}, activations="q8")
+        with torch.no_grad():
+            step = TokenStep(model.decoder(length=8), SequenceKV(c, 8))
+            rows.append(torch.cat([step(token) for token in (5, 0, 31)]))
+        assert "decode" in step.kernels
+    assert torch.equal(*rows) and rows[0].std() > 0
 
 
 def test_weights_of_one_product_in_different_formats(tmp_path):

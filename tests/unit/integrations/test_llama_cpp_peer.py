@@ -18,7 +18,7 @@ from layerzero.spec.errors import ConfigError
 STAND_IN = """
 import json, sys
 print("a line of llama.cpp's own", flush=True)
-print(json.dumps({"ready": True}), flush=True)
+print(json.dumps({"times_cpu": True}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if "stages" in request:
@@ -99,7 +99,7 @@ def test_the_process(monkeypatch, tmp_path):
     runner.write_text(STAND_IN)
     monkeypatch.setattr(llama_cpp, "RUNNER", runner)
     with llama_cpp.peer_process(Path(sys.executable), "model", 1, 64) as peer:
-        assert peer.ask([4, 5], 3)["tokens"] == [6, 7, 8]
+        assert peer.times_cpu and peer.ask([4, 5], 3)["tokens"] == [6, 7, 8]
         assert peer.ask([1], 1, top=1)["top"] == [[[2, -0.5]]]
         assert peer.ask_stages([1], ["l_out"]) == {"l_out-0": [1.0, 2.0]}
         with pytest.raises(ConfigError, match="ended with 3 before it answered"):

@@ -8,7 +8,7 @@
 
 namespace lz {
 
-extern PyMethodDef ggml_methods[];              // of ggml.cpp, which is compiled beside kernels.cpp
+extern PyMethodDef ggml_methods[];              // of quant/ggml.cpp, which is compiled beside kernels.cpp
 
 // Reads the arguments in order; `ok` is false after the first error.
 struct Arguments {

@@ -27,7 +27,7 @@ from ...spec.reason import Code, Reason
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
-SOURCES = (SOURCE, FOLDER / "ggml.cpp")       # compiled side by side
+SOURCES = (SOURCE, FOLDER / "quant" / "ggml.cpp")     # compiled side by side
 PART = toolchain.BuildPart("the CPU kernels", "its own CPU kernels", "them")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
          "-fno-math-errno", "-fno-trapping-math", "-pthread", "-w")

@@ -1,4 +1,6 @@
-"""Attention of items and of paged sequences by grouped.h: keys that several have are read once."""
+"""Attention of items and of paged sequences by attention/grouped.h: keys that several have are read
+once.
+"""
 
 from __future__ import annotations
 

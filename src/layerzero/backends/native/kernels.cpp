@@ -4,15 +4,15 @@
 // Rules in __init__.py check dtypes and strides; here sizes and strides are read, the GIL is
 // released if the work is worth it, and up to `threads` threads of one pool do the work (threads.h).
 #include "arguments.h"
-#include "attention.h"
+#include "attention/decode.h"
+#include "attention/grouped.h"
+#include "attention/linear.h"
+#include "attention/token.h"
 #include "group_norm.h"
-#include "grouped.h"
-#include "linear_attention.h"
 #include "norms.h"
 #include "products.h"
 #include "rope.h"
 #include "rows.h"
-#include "token.h"
 
 namespace lz {
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class TextGeneration:
     seed: int = 0
     kv: str = ""                               # how keys and values are kept; default: as computed
     watch: bool = False                        # record which kernels serve
+    clock: Callable[[], float] = time.perf_counter
     # phase -> (op, kernel) -> calls
     kernels: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     generated: int = 0                         # tokens so far, without the stop token
@@ -59,7 +60,7 @@ class TextGeneration:
         run = model.decoder(phases["prefill"], capacity)
         one: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)
-        began, token = time.perf_counter(), 0
+        began, token = self.clock(), 0
         for step in range(length):
             with torch.no_grad():
                 if step and not self.watch:
@@ -75,7 +76,7 @@ class TextGeneration:
                                     top_k=self.top_k, top_p=self.top_p, seed=self.seed,
                                     offset=step)[:, None]
                     token = int(tokens)
-            now = time.perf_counter()
+            now = self.clock()
             if step:
                 self.decode_seconds, self._decoded = self.decode_seconds + now - began, step
             else:
@@ -87,7 +88,7 @@ class TextGeneration:
                 return
             self.generated += 1
             yield token
-            began = time.perf_counter()
+            began = self.clock()
 
     @property
     def prompt_rate(self) -> float:

@@ -14,10 +14,12 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -73,16 +75,13 @@ class Agreement(Record):
 
 @dataclass(frozen=True)
 class Speed(Record):
-    """Tokens per second of lz and of llama.cpp, the medians of rounds in turns."""
+    """Tokens per second of lz and of llama.cpp in rounds in turns: medians, and that of ratios."""
 
     name: str
     threads: int
     ours: float
     theirs: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs if self.theirs else 0.0
+    ratio: float
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "threads": self.threads, "lz": round(self.ours, 2),
@@ -142,12 +141,14 @@ class LlamaCpp:
         command = [str(python), "-I", str(RUNNER), model, str(threads), str(context)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL, text=True)
-        self._read()
+        # One thread is timed by its CPU time, which other processes change little.
+        self.times_cpu = bool(self._read()["times_cpu"]) and threads == 1
 
     def ask(self, prompt: Sequence[int], count: int, top: int = 0,
             cache: bool = False) -> dict[str, Any]:
         assert self._process.stdin is not None
-        request = {"prompt": list(prompt), "count": count, "top": top, "cache": cache}
+        request = {"prompt": list(prompt), "count": count, "top": top, "cache": cache,
+                   "cpu_time": self.times_cpu}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read()
@@ -242,6 +243,7 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
          rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = ()) -> Iterator[Speed]:
     """Yield prompt and decode speeds, in turns, on so many threads; prompts begin as `text`."""
+    clock = time.process_time if peer.times_cpu else time.perf_counter
     text = text or model.tokenize(" ".join(TEXTS) * 8)
     model = replace(model, stops=frozenset())  # neither ends before so many tokens
     before = torch.get_num_threads()
@@ -251,13 +253,13 @@ def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int]
                                     *(("decode at", n, PERF_TOKENS) for n in contexts)):
             prompt, ours, theirs = text[:length], [], []
             for _ in range(rounds):
-                run = TextGeneration(model, prompt, count, kv=kv)
+                run = TextGeneration(model, prompt, count, kv=kv, clock=clock)
                 for _ in run.steps():
                     pass
                 answer = peer.ask(prompt, count)
                 ours.append(run.prompt_rate if count == 1 else run.decode_rate)
                 theirs.append(answer["prompt_rate" if count == 1 else "decode_rate"])
-            yield Speed(f"{name} {length}", threads, sorted(ours)[rounds // 2],
-                        sorted(theirs)[rounds // 2])
+            yield Speed(f"{name} {length}", threads, median(ours), median(theirs),
+                        median(a / b for a, b in zip(ours, theirs)))
     finally:
         torch.set_num_threads(before)

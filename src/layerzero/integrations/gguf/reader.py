@@ -11,7 +11,8 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,30 @@ class TensorInfo:
         for size in self.shape[:-1]:
             rows *= size
         return rows * self.row_bytes
+
+
+class Texts:
+    """The strings of an array, decoded from the mapped file as they are read: as objects, those of
+    a vocabulary take several times their bytes."""
+
+    def __init__(self, mapped: mmap.mmap, starts: array[int]) -> None:
+        self._mapped, self._starts = mapped, starts    # each begins after its length of 8 bytes
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, i: int) -> str:
+        i = range(len(self))[i]
+        return self._mapped[self._starts[i]:self._starts[i + 1] - 8].decode("utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (list, Texts)) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,23 +233,25 @@ class _Header:
             return self.strings(count)
         return [self.value(inner, depth + 1) for _ in range(count)]
 
-    def strings(self, count: int) -> list[str]:
-        """Read strings one after the other; a vocabulary has hundreds of thousands."""
-        at, length, mapped, texts = self.at, struct.Struct("<Q").unpack_from, self.mapped, []
-        end = self.size
+    def strings(self, count: int) -> Texts:
+        """Check strings one after the other; a vocabulary has hundreds of thousands."""
+        at, length, mapped, end = self.at, struct.Struct("<Q").unpack_from, self.mapped, self.size
+        starts = array("Q")
         for _ in range(count):
             start = at + 8
+            starts.append(start)
             at = start + length(mapped, at)[0]
             if at > end:
                 self.at = start
                 raise self.error(f"{at - start} bytes of a string in {end - start} bytes")
             try:
-                texts.append(mapped[start:at].decode("utf-8"))
+                mapped[start:at].decode("utf-8")
             except UnicodeDecodeError as e:
                 self.at = start
                 raise self.error(f"a string that is no UTF-8: {e}") from e
         self.at = at
-        return texts
+        starts.append(at + 8)
+        return Texts(mapped, starts)
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dims = self.string(_MAX_NAME), self.number("I")

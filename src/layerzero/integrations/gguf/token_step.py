@@ -19,7 +19,7 @@ from ...models.decoder import APART, Decoder
 from ...models.decoder_config import activate
 from ...models.sequence_kv import SequenceKV
 from ...models.weights.ggml import GgmlWeight, Weight
-from ...plan.bake import ChosenKernels, bind
+from ...plan.bake import ChosenKernels, bind, chosen_kernel
 from ...plan.table import Span
 from ...spec.errors import LayerZeroError
 from ...world import snapshot as worlds
@@ -69,15 +69,16 @@ class TokenStep(ChosenKernels):
                 kv.reserve(i, place + 1)
             if self._native is not None:
                 self._native.refresh()
-        logits = self._decode(self._embed(token), place)
+        logits = self._decode(token, place)
         kv.length, cap = place + 1, c.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _decode(self, x: Tensor, place: int) -> Tensor:
+    def _decode(self, token: int, place: int) -> Tensor:
         logits: Tensor
         if self._native is not None:
-            logits, self.likeliest = self._native(x, place)
+            logits, self.likeliest = self._native(token, place)
             return logits
+        x = self._embed(token)
         normed = self._first(x)
         for at in self.layers:
             normed, x = at.middle(at.out(at.attend(at.qkv(normed), place)), x)
@@ -169,9 +170,9 @@ class TokenStep(ChosenKernels):
             return None
         quantized = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
         examples = {(w.format, w.shape): w for w in quantized}
-        for weight in examples.values():
-            self._product(self._x.new_zeros((1, 1, weight.shape[-1])), weight)
-        used = {kernel for what, kernel in self.kernels.items() if what.startswith("quantized")}
+        used = {chosen_kernel("quantized_linear", self._x.new_zeros((1, 1, w.shape[-1])), w.blocks,
+                              format=w.format, activations=decoder.activations)
+                for w in examples.values()}
         if not all(kernel.startswith("native.") for kernel in used) or not self._may_attend():
             return None
         self.kernels = {"decode": f"{', '.join(sorted(used))}, all layers in one call"}
@@ -186,7 +187,7 @@ class TokenStep(ChosenKernels):
         keys = like.new_zeros((1, c.kv_heads, 64, c.head_dim))
         name = "native.attention_decode" + ("" if c.heads > c.kv_heads else "_mha")
         try:
-            bind("attention", query, keys, keys, backend=name)
+            chosen_kernel("attention", query, keys, keys, backend=name)
         except LayerZeroError:                 # not built, or policy says no
             return False
         return True

@@ -13,7 +13,7 @@ from ...models.tokenizers import load_tokenizer
 from ...ops.formulas.tokenizer.identity import TokenizerHandle, from_json
 from ...spec.errors import DataError, LayerZeroError
 from ...spec.reason import FOREIGN_ERRORS, shown
-from .reader import gguf_metadata
+from .reader import Texts, gguf_metadata
 
 # Name of a pre-tokenizer in the file -> how it splits the text before pairs are merged.
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -39,8 +39,8 @@ def tokenizer_json(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(
             f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer "
             f"{' or '.join(_CUTS)}, got {kind} with {cut}")
-    tokens, kinds, merges = (facts.get(f"tokenizer.ggml.{n}")
-                             for n in ("tokens", "token_type", "merges"))
+    arrays = (facts.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type", "merges"))
+    tokens, kinds, merges = (list(a) if isinstance(a, Texts) else a for a in arrays)
     for name, values, item in (("tokens", tokens, str), ("token_type", kinds, int),
                                ("merges", merges, str)):
         if not isinstance(values, list) or not all(isinstance(v, item) for v in values):

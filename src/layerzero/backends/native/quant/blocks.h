@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../vectors.h"
+
 namespace lz::quant {
 
 // Numbered as GGML_KERNELS in ggml.py.
@@ -108,6 +110,21 @@ template <Format F> Block read_block(const uint8_t *p) {
     }
   }
   return b;
+}
+
+// Values of whole blocks, as ggml computes them: of the products only Q6_K's is rounded, and it is not added to.
+template <Format F> void dequantize(const uint8_t *from, int64_t count, float *to) {
+  constexpr int SIZE = block_size(F), PART = F == Q6_K ? 16 : 32;
+  for (int64_t at = 0; at < count; at += SIZE, from += block_bytes(F)) {
+    const Block b = read_block<F>(from);
+    const float d = to_float(fp16{b.d}), m = has_min(F) ? to_float(fp16{b.m}) : 0.0f;
+    for (int i = 0; i < SIZE; i++) {
+      const int part = i / PART, scale = F == Q6_K ? int8_t(b.scales[part]) : super_blocks(F) ? b.scales[part] : 1;
+      const int code = F == Q8_0 ? int8_t(b.codes[i]) : b.codes[i] - zero_point(F);
+      to[at + i] = d * float(scale) * float(code);
+      if (has_min(F)) to[at + i] += super_blocks(F) ? -m * float(b.mins[part % 8]) : m;
+    }
+  }
 }
 
 // Writes row r of 32 codes as nibbles, and their fifth bits.

@@ -3,9 +3,9 @@
 // as to run.
 #pragma once
 
+#include "../attention/token.h"
 #include "../norms.h"
 #include "../products.h"
-#include "../token.h"
 #include "linear.h"
 
 namespace lz::quant {
@@ -25,12 +25,12 @@ struct DecoderLayer {
 
 struct DecoderStep {
   const DecoderLayer *layers;
-  int64_t count, hidden, heads, kv_heads, dim, half, inner, position;
-  Product head[1];
+  int64_t count, hidden, heads, kv_heads, dim, half, inner, token, position;
+  Product embed, head[1];                       // embed: ggml's blocks as they are, or of format -1 floats
   const float *norm;
   Activation activation;
-  float eps, scale, softcap;
-  float *x, *logits;                            // x: the embedded token, overwritten
+  float eps, scale, softcap, embed_scale;
+  float *logits;
   int threads;
 };
 
@@ -57,6 +57,16 @@ inline void norm(const float *x, int64_t weight, float *out, int64_t size, float
   a.x = x, a.out = out, a.hidden = size, a.eps = eps;
   a.has_residual = residual != nullptr, a.residual = a.total = residual;
   norm_row<float>(a, 0, (const float *)weight, wide);
+}
+
+inline void embed(const DecoderStep &s, float *x) {
+  const Product &rows = s.embed;
+  if (rows.format < 0) std::copy_n((const float *)rows.weight + s.token * s.hidden, s.hidden, x);
+  else for_format(rows.format, [&](auto f) {
+    const int64_t bytes = s.hidden / block_size(f) * block_bytes(f);
+    dequantize<decltype(f)::value>((const uint8_t *)rows.weight + s.token * bytes, s.hidden, x);
+  });
+  for (int64_t i = 0; s.embed_scale != 1 && i < s.hidden; i++) x[i] *= s.embed_scale;
 }
 
 inline void rotate(float *heads, int64_t count, int64_t dim, int64_t half, const float *cos, const float *sin) {
@@ -96,8 +106,10 @@ template <class T> bool run_layers(const DecoderStep &s, float *memory) {
   const int64_t q = s.heads * s.dim, heads = q + 2 * s.kv_heads * s.dim;
   float *normed = memory, *branch = normed + s.hidden, *row = branch + s.hidden;
   float *qkv = row + std::max(s.hidden, s.dim), *attended = qkv + heads, *wide = attended + q;
-  T *narrow = (T *)(wide + 2 * s.inner);
-  norm(s.x, s.layers[0].ln1, normed, s.hidden, s.eps, row);
+  float *x = wide + 2 * s.inner;
+  T *narrow = (T *)(x + s.hidden);
+  embed(s, x);
+  norm(x, s.layers[0].ln1, normed, s.hidden, s.eps, row);
   for (int64_t i = 0; i < s.count; i++) {
     const DecoderLayer &at = s.layers[i];
     if (!multiply(at.qkv, normed, qkv, s.threads)) return false;
@@ -105,12 +117,12 @@ template <class T> bool run_layers(const DecoderStep &s, float *memory) {
       norm(qkv + h * s.dim, h < s.heads ? at.q_norm : at.k_norm, qkv + h * s.dim, s.dim, s.eps, row);
     if (!attend(s, at, qkv, attended, narrow) || !multiply(at.out, attended, branch, s.threads)) return false;
     if (at.post_attention) norm(branch, at.post_attention, branch, s.hidden, s.eps, row);
-    norm(branch, at.ln2, normed, s.hidden, s.eps, row, s.x);
+    norm(branch, at.ln2, normed, s.hidden, s.eps, row, x);
     if (!multiply(at.in, normed, wide, s.threads)) return false;
     gate(wide, s.inner, s.activation);
     if (!multiply(at.down, wide, branch, s.threads)) return false;
     if (at.post_mlp) norm(branch, at.post_mlp, branch, s.hidden, s.eps, row);
-    norm(branch, i + 1 < s.count ? s.layers[i + 1].ln1 : (int64_t)s.norm, normed, s.hidden, s.eps, row, s.x);
+    norm(branch, i + 1 < s.count ? s.layers[i + 1].ln1 : (int64_t)s.norm, normed, s.hidden, s.eps, row, x);
   }
   return multiply(s.head, normed, s.logits, s.threads);
 }
@@ -129,7 +141,7 @@ inline int64_t likeliest(const float *logits, int64_t count) {
 
 template <class T> bool run_decoder(const DecoderStep &s) {
   const int64_t heads = (2 * s.heads + 2 * s.kv_heads) * s.dim;
-  const int64_t size = 2 * s.hidden + std::max(s.hidden, s.dim) + 2 * heads + 2 * s.inner;
+  const int64_t size = 3 * s.hidden + std::max(s.hidden, s.dim) + 2 * heads + 2 * s.inner;
   float *memory = (float *)std::aligned_alloc(64, (size * int64_t(sizeof(float)) + 63) / 64 * 64);
   if (!memory) return false;
   const bool done = run_layers<T>(s, memory);

@@ -80,11 +80,42 @@ template <class S, Format F> FLATTEN void decode(const Weight<S, F> &w, Decoded<
       for (int i = 0; i < 2 * H; i++) std::memcpy(to[i % H * step].mins[i / H], w.mins[i / H] + i % H * 4 * R, 4 * R);
     else if constexpr (!S::SIGNED) std::memcpy(to->scale_bytes, w.scales, sizeof to->scale_bytes);
   }
+  if constexpr (S::MATRIX)
+    for (int h = 0; h < H; h++)
+      for (int i = 0; i < block_size(F) / 4; i += 2) S::pair_rows(to[h * step].codes[i]);
 }
 
-// Adds the products of PART codes from k on of M rows of x, x_step apart, with G groups.
+// Adds the products of PART codes from k on of M rows of x, x_step apart, with G groups: those of two rows of each
+// at a time, the last row of x twice if it has no other.
+template <class S, Format F, int M, int G, int PART>
+INLINE inline void add_pairs_of_rows(const Decoded<S, F> *const *w, const int8_t *x, int64_t x_step, int k,
+                                     typename S::I (&sums)[M][G]) {
+  constexpr int P = (M + 1) / 2;
+  typename S::I tiles[P][G][2];
+  each<P * G * 2>([&](auto i) { tiles[i / (2 * G)][i / 2 % G][i % 2] = S::nothing(); });
+  each<PART / 16>([&](auto h) {
+    typename S::X xs[P][2];
+    each<P>([&](auto p) {
+      const int8_t *at = x + 2 * p * x_step + k + 16 * h;
+      const typename S::X a = S::load_x(at), b = S::load_x(at + (2 * p + 1 < M ? x_step : 0));
+      xs[p][0] = S::template pair_x<0>(a, b), xs[p][1] = S::template pair_x<1>(a, b);
+    });
+    each<G * 4>([&](auto i) {
+      constexpr int g = i / 4, v = i / 2 % 2, r = i % 2;
+      const typename S::B codes = S::load(w[g]->codes[k / 4 + 4 * h + 2 * v + r]);
+      each<P>([&](auto p) { tiles[p][g][r] = S::multiply_pairs(tiles[p][g][r], xs[p][v], codes); });
+    });
+  });
+  each<M * G>([&](auto i) {
+    constexpr int m = i / G, g = i % G;
+    sums[m][g] = S::add(sums[m][g], S::template row_sums<m % 2>(tiles[m / 2][g][0], tiles[m / 2][g][1]));
+  });
+}
+
+// The same with dot products.
 template <class S, Format F, int M, int G, int PART>
 INLINE inline void add_products(const Decoded<S, F> *const *w, const int8_t *x, int64_t x_step, int k, typename S::I (&sums)[M][G]) {
+  if constexpr (S::MATRIX) return add_pairs_of_rows<S, F, M, G, PART>(w, x, x_step, k, sums);
   each<PART / 16>([&](auto h) {
     typename S::X xs[M];
     each<M>([&](auto m) { xs[m] = S::load_x(x + m * x_step + k + 16 * h); });

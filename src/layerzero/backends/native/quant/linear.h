@@ -18,7 +18,10 @@
 
 namespace lz::quant {
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+using Isa = NeonMatrix;
+constexpr const char *ISA = "neon i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
 using Isa = Neon;
 constexpr const char *ISA = "neon dotprod";
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)

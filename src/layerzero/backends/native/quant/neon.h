@@ -11,6 +11,7 @@ struct Neon {
   static constexpr int R = 4, GROUPS = 2, TILE = 4;
   static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative
+  static constexpr bool MATRIX = false;         // products of two rows of each at once
   static constexpr bool PAIRED = true;          // bytes of four-bit codes hold two rows
   static constexpr int FIFTH = -16;             // what low5 and high5 add to a code
 
@@ -100,5 +101,30 @@ struct Neon {
   INLINE static F fma(F a, F b, F c) { return vfmaq_f32(a, b, c); }
   INLINE static F fms(F a, F b, F c) { return vfmsq_f32(a, b, c); }
 };
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// With products of matrices, for panels of many rows: two rows of x by two of the weight, eight codes of each.
+struct NeonMatrix : Neon {
+  static constexpr bool MATRIX = true;
+
+  // Two lane vectors, 4 codes of each of 4 rows, become 8 codes of rows 0 and 1, and of 2 and 3.
+  INLINE static void pair_rows(uint8_t *p) {
+    const uint32x4_t first = vreinterpretq_u32_u8(load(p)), second = vreinterpretq_u32_u8(load(p + 16));
+    store(p, vreinterpretq_u8_u32(vzip1q_u32(first, second))), store(p + 16, vreinterpretq_u8_u32(vzip2q_u32(first, second)));
+  }
+  // Eight codes of each of two rows of x: the first, or those after them.
+  template <int half> INLINE static X pair_x(X a, X b) {
+    const int64x2_t one = vreinterpretq_s64_s8(a), two = vreinterpretq_s64_s8(b);
+    return vreinterpretq_s8_s64(half ? vzip2q_s64(one, two) : vzip1q_s64(one, two));
+  }
+  // A tile has x0 w0, x0 w1, x1 w0, x1 w1.
+  INLINE static I multiply_pairs(I tile, X x, B w) { return vmmlaq_s32(tile, x, vreinterpretq_s8_u8(w)); }
+  // Of two tiles, of rows 0 and 1 and of rows 2 and 3 of the weight, the sums of one row of x.
+  template <int row> INLINE static I row_sums(I a, I b) {
+    const int64x2_t one = vreinterpretq_s64_s32(a), two = vreinterpretq_s64_s32(b);
+    return vreinterpretq_s32_s64(row ? vzip2q_s64(one, two) : vzip1q_s64(one, two));
+  }
+};
+#endif
 
 }  // namespace lz::quant

@@ -9,7 +9,7 @@ namespace lz::quant {
 
 struct Portable {
   static constexpr int R = 4, GROUPS = 1, TILE = 1;
-  static constexpr bool SIGNED = true, PAIRED = false, KEEPS_SUMS = false;
+  static constexpr bool SIGNED = true, PAIRED = false, KEEPS_SUMS = false, MATRIX = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
   struct B { uint8_t v[16]; };

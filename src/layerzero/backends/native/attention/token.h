@@ -3,7 +3,7 @@
 // than to run.
 #pragma once
 
-#include "attention.h"
+#include "decode.h"
 
 namespace lz {
 

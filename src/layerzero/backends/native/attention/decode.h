@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "vectors.h"
+#include "../vectors.h"
 
 namespace lz {
 

@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "attention.h"
+#include "decode.h"
 
 namespace lz {
 

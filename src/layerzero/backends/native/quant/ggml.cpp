@@ -1,6 +1,6 @@
 // Linear layers with ggml's weights and the decoder that they make, as functions of the module.
-#include "arguments.h"
-#include "quant/decode.h"
+#include "../arguments.h"
+#include "decode.h"
 
 namespace lz {
 namespace {
@@ -56,19 +56,21 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 // One token through a decoder; returns the likeliest next one. Product and layers are what
-// quant/decode.h calls so, written by Python.
+// decode.h calls so, written by Python.
 PyObject *ggml_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   quant::DecoderStep s;
   const int64_t dtype = in.whole();
   s.layers = (const quant::DecoderLayer *)in.address(), s.count = in.whole();
-  s.head[0] = *(const quant::Product *)in.address(), s.norm = (const float *)in.address();
+  const quant::Product *ends = (const quant::Product *)in.address();
+  s.norm = (const float *)in.address();
   s.hidden = in.whole(), s.heads = in.whole(), s.kv_heads = in.whole(), s.dim = in.whole();
   s.half = in.whole(), s.inner = in.whole(), s.activation = Activation(in.whole());
   s.eps = float(in.real()), s.scale = float(in.real()), s.softcap = float(in.real());
-  s.x = (float *)in.address(), s.logits = (float *)in.address(), s.position = in.whole();
-  s.threads = int(in.whole());
+  s.embed_scale = float(in.real()), s.token = in.whole(), s.logits = (float *)in.address();
+  s.position = in.whole(), s.threads = int(in.whole());
   if (!in.ok) return nullptr;
+  s.embed = ends[0], s.head[0] = ends[1];
   const bool done = without_gil(true, [&] {
     return for_dtype(dtype, [&](auto kept) { return quant::run_decoder<decltype(kept)>(s); });
   });

@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
-#include "norms.h"
-#include "products.h"
+#include "../norms.h"
+#include "../products.h"
 
 namespace lz {
 

@@ -1,8 +1,8 @@
 // Runs the stretches of grouped_plan.h and merges their partial results.
 #pragma once
 
+#include "../products.h"
 #include "grouped_plan.h"
-#include "products.h"
 
 namespace lz {
 

@@ -461,14 +461,16 @@ def fill(perfdb):
         (here,) = store.environments()
         store.put([row._replace(build="another", environment=here),
                    row._replace(place="ffff-1t", environment=here)])
+        store.put([row._replace(place=row.place.replace("-", "-9"), build=
+                                builds.build_of(worlds.current().catalog.by_id["fake.one"]))])
         store.put([row._replace(place="eeee-1t"), row._replace(kernel="gone.k")],
                   {"machine": "another one"})
         kernel = worlds.current().catalog.by_id["fake.one"]
         store.put([row._replace(bucket="old", at=1.0, build=builds.build_of(kernel))])
 
 
-STANDINGS = {"in use": 2, "stale: another build": 1, "stale: device, driver or toolkit changed": 1,
-             "of another machine": 1, "unknown kernel": 1}
+STANDINGS = {"in use": 2, "stale: another build": 1, "of another number of threads": 1,
+             "stale: device, torch, driver or toolkit changed": 1, "of another machine": 1, "unknown kernel": 1}
 
 
 def test_show_says_how_each_row_stands(run, perfdb):
@@ -477,14 +479,18 @@ def test_show_says_how_each_row_stands(run, perfdb):
     code, out, _ = run("perf", "show", "--all", "--json")
     data = json.loads(out)
     assert code == 0 and data["counts"] == STANDINGS
-    assert sum(data["counts"].values()) == len(data["measurements"]) == 6
+    assert sum(data["counts"].values()) == len(data["measurements"]) == 7
+    doctor = next(c.detail for c in lz.doctor().checks if c.name == "measurements")
+    in_use, others = doctor.split("; not in use: ")
+    assert in_use == "2 measurements in use"
+    assert all(f"{n} {why}" in others for why, n in STANDINGS.items() if why != "in use")
     code, out, _ = run("perf", "show")
     assert code == 0 and out.count("fake.one") == 2 and "1 of another machine" in out
     lz.configure(perfdb_ttl=30)
     assert json.loads(run("perf", "show", "--json")[1])["counts"]["expired"] == 1
     assert json.loads(run("perf", "show", "--json", "--kernel", "gone.*")[1])["counts"] == {
         "unknown kernel": 1}
-    assert "... and 1 more" in run("perf", "show", "--all", "--limit", "5")[1]
+    assert "... and 2 more" in run("perf", "show", "--all", "--limit", "5")[1]
 
 
 def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, perfdb):
@@ -496,7 +502,7 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     assert data == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
     assert run("perf", "prune", "--older-than", "30", "--kernel",
                "fake.*")[1] == "1 measurement removed\n"
-    assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"
+    assert run("perf", "prune", "--all")[1] == "4 measurements removed\n"
     with SqliteStore(perfdb) as store:
         assert store.environments() == {}
 
@@ -504,7 +510,7 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
 def test_what_one_machine_exports_another_imports(run, perfdb, tmp_path):
     fill(perfdb)
     code, out, _ = run("perf", "export", str(tmp_path / "x.jsonl"))
-    assert code == 0 and out.startswith("6 measurements written")
+    assert code == 0 and out.startswith("7 measurements written")
     lz.configure(perfdb=str(tmp_path / "second.sqlite"))
     assert run("perf", "import", str(tmp_path / "x.jsonl"), str(perfdb))[0] == 0
     assert json.loads(run("perf", "show", "--all", "--json")[1])["counts"] == STANDINGS

@@ -16,6 +16,7 @@ import torch
 from helpers import RMS_NORM, Fake, events_of, python, register, rows, run_lz
 
 import layerzero as lz
+from layerzero.backends import cuda as cuda_kernels
 from layerzero.machine import builds
 from layerzero.machine import state as machine
 from layerzero.perf.interface import environment_id
@@ -245,6 +246,17 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
     assert builds_by_id["torch.rms_norm"] != builds_by_id["torch.linear"]
     build = builds_by_id["flash_attn.v2"]
     assert build == "" or build.startswith("flash-attn==")
+
+
+def test_a_build_covers_the_kernels_in_other_languages_of_every_room(monkeypatch):
+    """Else a changed kernel would keep the measurements and proofs of the old one."""
+    hashed = set()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: hashed.add(path) or read(path))
+    builds.source_digest(cuda_kernels.KERNELS[0].load)
+    folder = Path(cuda_kernels.__file__).parent
+    own = {p for p in folder.rglob("*") if p.suffix in (".cu", ".h") and p.parent.name != "step"}
+    assert len(own) > 15 and own <= hashed      # step/ is no kernel of an op
 
 
 def test_a_build_does_not_depend_on_what_the_process_has_imported():

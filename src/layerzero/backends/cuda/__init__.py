@@ -133,7 +133,7 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# shared memory of the small configurations of attention/grouped.py, at most
+# shared memory of the small configurations of attention/grouped, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and

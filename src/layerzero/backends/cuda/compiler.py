@@ -387,12 +387,12 @@ class CompiledCuda:
     def resident_blocks(self, device: int) -> int:
         """Returns how many blocks a multiprocessor has room for at the same time."""
         self._slot(device)
-        found = c_int()
+        blocks = c_int()
         code = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            byref(found), self._functions[device], self.threads, c_size_t(self.shared))
+            byref(blocks), self._functions[device], self.threads, c_size_t(self.shared))
         if code:
             raise failure(code, f"asking how many blocks of {self.source}:{self.name} fit")
-        return found.value
+        return blocks.value
 
     def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
         try:

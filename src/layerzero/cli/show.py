@@ -113,7 +113,7 @@ def progress(*columns: ProgressColumn, total: float | None = None) -> Iterator[C
 @contextmanager
 def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
     """Print on stderr every LINE_SECONDS how far it is, also while one step takes longer."""
-    state = {"completed": 0, "total": total, "description": ""}
+    state: dict[str, Any] = {"completed": 0, "total": total, "description": ""}
     stream, began, ended = sys.stderr, time.monotonic(), threading.Event()
 
     def update(advance: int = 0, **changes: Any) -> None:

@@ -25,8 +25,9 @@ from ..spec.call import Call
 from ..spec.errors import DeviceLost
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.plan import Plan, Step
+from ..spec.plan import DEFAULT, PRIOR, Plan, Step
 from ..spec.reason import Reason
+from ..spec.rules import slow_half_matmul
 from ..spec.rules.expr import parse
 from ..world import context
 from ..world import snapshot as worlds
@@ -43,6 +44,9 @@ FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5
 CALL_SECONDS = 3.0
 # a compiler is expected to take this long where none has run yet: it cannot be interrupted
 COMPILE_SECONDS = 15.0
+# a call of torch's may take this many times as long as guessed where it computes in a half type an
+# element at a time
+HALF_SLOWDOWN = 100.0
 # a tie with torch's default is recorded as this much slower
 BEHIND_DEFAULT = 1.005
 # times slower than the best: after two calls, after the first rounds
@@ -81,6 +85,7 @@ class Contest:
                                                                         facts)
         self.mode = mode_of(facts)
         self.world = worlds.current()
+        self._device_facts = {**facts, **self.world.device(str(facts["device"])).facts()}
         self.plan = eligible_plan(self.world, self.op, facts, compile)
         self.scores = {step.kernel: step.score for step in self.plan.steps}
         self.race = Race(watch, faults.FAULTS, deadline=math.inf if deadline is None else deadline)
@@ -107,7 +112,7 @@ class Contest:
             if kernel.jit and race.deadline < math.inf and not rounds_ahead:
                 race.run(FIRST_ROUNDS)
                 rounds_ahead = True
-            if not race.has_time_for(self._compile_us(kernel) + 2 * step.score.total_us):
+            if not race.has_time_for(self._compile_us(kernel) + 2 * self._call_us(kernel)):
                 self.no_time_for.append(kernel.id)
                 continue
             try:
@@ -201,6 +206,14 @@ class Contest:
         place = self.world.place(self.facts["device"])
         known = self.world.perf.longest_compile_us(kernel.id, place, self.mode)
         return COMPILE_SECONDS * 1e6 if known is None else known
+
+    def _call_us(self, kernel: Kernel) -> float:
+        """Return how long a call is expected to take, at the worst if that is a guess."""
+        score = self.scores[kernel.id]
+        guessed = score.source in (PRIOR, DEFAULT) and kernel.backend in BACKENDS
+        slow = guessed and all(rule.check(self._device_facts) is None
+                               for rule in slow_half_matmul())
+        return score.total_us * (HALF_SLOWDOWN if slow else 1.0)
 
     def _note_absence(self, kernel: str) -> None:
         self._note_failures()

@@ -48,12 +48,13 @@ def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
     if COMPILER is None:
         raise RuntimeError("no C++ compiler (g++) was found")
     text = source.read_bytes()
+    name = source.relative_to(SOURCES) if source.is_relative_to(SOURCES) else source
+    folders = (HERE, *compiler.header_folders(name))
     # what is long takes longer to optimise than to run
     command = [COMPILER, "-O1" if len(text) > 25_000 else "-O2", "-std=c++17", "-shared", "-fPIC",
-               "-w", "-U_FORTIFY_SOURCE", "-x", "c++", "-I", str(HERE), "-I", str(SOURCES), "-I", str(source.parent),
+               "-w", "-U_FORTIFY_SOURCE", "-x", "c++", *(word for folder in folders for word in ("-I", str(folder))),
                *(f"-D{name}={value}" for name, value in macros), "-"]
-    headers = b"".join(p.read_bytes() for folder in (HERE, SOURCES, source.parent)
-                       for p in sorted(folder.glob("*.h")))
+    headers = b"".join(p.read_bytes() for folder in folders for p in sorted(folder.glob("*.h")))
     key = hashlib.sha256(text + headers + " ".join(command).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"layerzero-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)

@@ -201,6 +201,7 @@ KERNELS = (
            requires=(HF_TOKENIZER,), overhead_us=50.0,
            graph_safe=False, traceable=False, differentiable=False,
            less_work="one call for all texts, and no offsets where none are asked for",
+           less_work_when=(r.at_least("texts", 16),),         # starting threads takes longer
            note="several texts on several threads"),
     Kernel("tokenizers.encode_cached", tokenize, _encode_cached, package="tokenizers",
            overhead_us=20.0, requires=(

@@ -114,7 +114,7 @@ KERNELS = (
             r.one_of("return_offsets", False)),
            "sentencepiece", overhead_us=35.0,
            graph_safe=False, traceable=False, differentiable=False,
-           less_work="one call for all texts", note="several texts on several threads"),
+           note="several texts on several threads"),
     Kernel("sentencepiece.decode", detokenize, _decode,
            (SENTENCEPIECE, r.on("skip_special_tokens")), "sentencepiece",
            overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False,

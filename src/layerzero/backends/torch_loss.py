@@ -207,9 +207,8 @@ KERNELS = (
            workspace="min(8 * rows * vocab, 134217728)",
            less_work="a few rows at a time, which stay in the cache; torch writes several copies "
                      "of all logits",
-           # one copy only, of float32 logits without a gradient on the CPU
-           less_work_when=(r.any_of(r.device("cuda"), r.on("grad"),
-                                    r.dtypes("bfloat16", "float16")),),
+           # on the CPU the copies cost no more than the chunks do
+           less_work_when=(r.device("cuda"),),
            note="keeps nothing but the logits for its backward"),
     Kernel("torch.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, prior=2.0,
            overhead_us=15.0, baseline=True, workspace="16 * rows * vocab"),

@@ -45,13 +45,13 @@ def _convolve() -> Callable[..., Any]:
     def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
                 padding: int) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        width, seen = weight.shape[1], x.to(wide)
+        width, inputs = weight.shape[1], x.to(wide)
         with torch.autocast(x.device.type, enabled=False):
             if x.shape[2] == width and not padding:    # a token: torch's takes longer to begin
-                out = (seen * weight.to(wide)).sum(-1, keepdim=True)
+                out = (inputs * weight.to(wide)).sum(-1, keepdim=True)
                 out = out if bias is None else out + bias.to(wide)[:, None]
             else:
-                out = F.conv1d(seen, weight.to(wide)[:, None],
+                out = F.conv1d(inputs, weight.to(wide)[:, None],
                                None if bias is None else bias.to(wide), padding=padding,
                                groups=len(weight))[..., :x.shape[2]]
         return (F.silu(out) if activation else out).to(x.dtype).contiguous()

@@ -184,8 +184,8 @@ KERNELS = (
            workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,),
            note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
-           variants=("NHD", "HND"), less_work="reads pages where they lie, without a copy",
-           differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}",
+           variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
+           workspace=f"2 * {KEYS}",
            requires=(
                r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP,
                r.unit_stride("query")),

@@ -126,7 +126,6 @@ KERNELS = (
     Kernel("torch.rope_buffered", rope, _rope_buffered, prior=1.8, overhead_us=30.0,
            differentiable=False, traceable=False, requires=(r.plain_tensors(),),
            workspace="8 * batch * heads * seq * head_dim",
-           less_work="turns in place, without a copy of the halves",
            note="writes both halves of the result in place, so it keeps nothing for a backward"),
     Kernel("torch.rope_complex", rope, _rope_complex, prior=4.0, overhead_us=12.0, traceable=False,
            requires=(r.equals("style", "interleaved", Code.ROPE_STYLE_UNSUPPORTED),),

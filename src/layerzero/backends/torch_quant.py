@@ -403,6 +403,7 @@ KERNELS = (
                r.any_of(r.device("cpu"), r.multiple_of("out_features", 8)))),
     Kernel("torch.fp8_dynamic_linear", quantized_linear, _fp8_dynamic, prior=9.0, overhead_us=20.0,
            differentiable=False, less_work="multiplies the codes as they are",
+           less_work_when=(r.any_of(r.device("cuda"), r.at_least("in_features", 256)),),
            requires=(
                r.device("cpu", "cuda"), r.one_of("activations", "fp8"), *ONE_SCALE_PER_ROW,
                r.one_of("format", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),

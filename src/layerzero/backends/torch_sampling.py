@@ -443,6 +443,7 @@ KERNELS = (
         *NARROW, r.at_least("top_k", 1), r.at_most("top_k", 1024), r.absent("top_k_rows.dtype"))),
     Kernel("torch.sample_topk_rows", sample, _top_k_rows, prior=0.4, overhead_us=100.0,
            graph_safe=False, less_work="sorts the largest only",
+           less_work_when=(r.at_least("vocab", 4096),),
            traceable=False, workspace="56 * batch * vocab",
            requires=(*NARROW, r.present("top_k_rows.dtype")),
            note="reads the largest k on the host; sorts where it is large"),
@@ -461,6 +462,8 @@ KERNELS = (
     Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False,
            traceable=False,
            less_work="one pass over the logits, and no copy in float32",
+           # some more calls of torch; the copy of a smaller vocabulary takes less time than those
+           less_work_when=(r.at_least("vocab", 32000),),
            requires=(r.device("cpu"), *GREEDY), note="looks for NaN and infinity on the host"),
     Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0,
            overhead_us=80.0, baseline=True, workspace="40 * batch * vocab"),

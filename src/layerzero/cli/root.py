@@ -11,7 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from .streams import PIPE_CLOSED
 
+INTERRUPTED = 130
 # The same for every command; docs/reference/commands.md prints this table.
 EXIT_CODES = {
     0: "yes, or done",
@@ -19,9 +21,9 @@ EXIT_CODES = {
     2: "an error: a wrong argument, or work that could not be done; one message on stderr says "
        "what was wanted, what came and what to do",
     3: "a fault of lz itself; the traceback on stderr belongs in a bug report",
-    130: "interrupted (Ctrl-C); what was finished by then is kept",
+    INTERRUPTED: "interrupted (Ctrl-C); what was finished by then is kept",
+    PIPE_CLOSED: "the reader of the output went away, as `head` does; the command ended there",
 }
-NO, ERROR, FAULT, INTERRUPTED = 1, 2, 3, 130
 NAMES = {"help_option_names": ["-h", "--help"]}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,7 +61,7 @@ def group(help: str, **settings: Any) -> typer.Typer:
 
 app = group("LayerZero: which kernel serves a call on this machine, and why.", epilog=(
     "\b\nExit codes: 0 yes or done, 1 the answer is no, 2 an error, 3 a fault of lz, 130 "
-    "interrupted.\n"
+    "interrupted,\n141 the reader of a pipe went away.\n"
     "lz COMMAND -h has an example of each; lz --install-completion makes Tab work."))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,10 +20,11 @@ from rich.text import Text
 
 from ..files.reading import printable
 from ..spec.device import Device
-from .streams import raw
+from .streams import end_quietly, raw, stop_writing
 
 _STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow",
            "NOT EQUAL": "bold red"}
+LINE_SECONDS = 10.0                            # between two lines of progress without a terminal
 WORD = 18                                      # the least width of a column that is wrapped
 
 
@@ -33,6 +36,9 @@ class _Console(Console):
                options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        stop_writing(self.file)                # type: ignore[arg-type]
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -71,8 +77,9 @@ def text(line: str = "") -> None:
 def piece(part: str) -> None:
     """Print a part of generated text at once; only a terminal gets control characters escaped."""
     out = sys.stdout if sys.stdout.isatty() else raw(sys.stdout)
-    out.write(part)
-    out.flush()
+    with end_quietly(out):
+        out.write(part)
+        out.flush()
 
 
 @contextmanager
@@ -92,13 +99,39 @@ def spinner(description: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(*columns: ProgressColumn, total: float | None = None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if it is a terminal; yields Progress.update of its one task."""
+    """Show a progress bar on stderr, or a line now and then if it is no terminal; yields
+    Progress.update of its one task."""
     err = console(sys.stderr)
     if not err.is_terminal:
-        yield lambda **changes: None
+        with _progress_lines(total) as update:
+            yield update
         return
     with Progress(*columns, console=err, transient=True) as bar:
         yield partial(bar.update, bar.add_task("", total=total))
+
+
+@contextmanager
+def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
+    """Print on stderr every LINE_SECONDS how far it is, also while one step takes longer."""
+    state: dict[str, Any] = {"completed": 0, "total": total, "description": ""}
+    stream, began, ended = sys.stderr, time.monotonic(), threading.Event()
+
+    def update(advance: int = 0, **changes: Any) -> None:
+        state.update(changes)
+        state["completed"] += advance
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_SECONDS):
+            print("{completed} of {total}: {description}".format(**state)
+                  + f" ({time.monotonic() - began:.0f} s)", file=stream, flush=True)
+
+    thread = threading.Thread(target=print_lines, name="lz progress", daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        ended.set()
+        thread.join()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:

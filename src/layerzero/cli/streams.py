@@ -11,9 +11,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ..files.reading import printable
+
+PIPE_CLOSED = 141                              # what a shell says of a program that SIGPIPE ended
 
 
 class Escaped:
@@ -24,11 +26,16 @@ class Escaped:
 
     def write(self, text: str) -> int:
         shown = printable(text)
-        try:
-            self.raw.write(shown)
-        except UnicodeEncodeError:             # an ASCII-only terminal
-            self.raw.write(shown.encode("ascii", "backslashreplace").decode("ascii"))
+        with end_quietly(self.raw):
+            try:
+                self.raw.write(shown)
+            except UnicodeEncodeError:         # an ASCII-only terminal
+                self.raw.write(shown.encode("ascii", "backslashreplace").decode("ascii"))
         return len(text)
+
+    def flush(self) -> None:
+        with end_quietly(self.raw):
+            self.raw.flush()
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -36,6 +43,25 @@ class Escaped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
+
+
+@contextlib.contextmanager
+def end_quietly(stream: TextIO) -> Iterator[None]:
+    """End the command without a word if the reader of its output is gone, as `lz list | head` does.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        stop_writing(stream)
+
+
+def stop_writing(stream: TextIO) -> NoReturn:
+    """End the command. What is still in the stream's buffer goes to the null device: Python writes
+    it out once more at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+    raise SystemExit(PIPE_CLOSED)
 
 
 def _open_missing() -> None:
@@ -55,7 +81,10 @@ def escape_output() -> Iterator[None]:
     _open_missing()
     with contextlib.redirect_stdout(Escaped(sys.stdout)), contextlib.redirect_stderr(
             Escaped(sys.stderr)):
-        yield
+        try:
+            yield
+        finally:                               # not at the end of Python, which would complain
+            sys.stdout.flush()
 
 
 def raw(stream: TextIO) -> TextIO:

@@ -79,52 +79,46 @@ def read_text(path: Path, expected: str, *, size: int = LIMITS.size,
     return _decode(read_bytes(path, expected, size=size, error=error), str(path), expected, error)
 
 
-def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
-              unique: bool = True,
-              error: Error = DataError) -> Any:
+def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False) -> Any:
     """Returns the JSON value in a file; see `parse_json`."""
-    return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path),
-                      expected, limits=limits, nan=nan, unique=unique, error=error)
+    return parse_json(read_bytes(path, expected, size=limits.size), str(path), expected,
+                      limits=limits, nan=nan)
 
 
-def read_json_lines(
-    path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
-    error: Error = DataError
-) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path, expected: str, *, limits: FileLimits = LIMITS,
+                    nan: bool = False) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for each line that is not blank; an error names the line."""
-    for number, line in read_lines(path, expected, limits=limits, error=error):
+    for number, line in read_lines(path, expected, limits=limits):
         yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line",
-                                 limits=limits, nan=nan,
-                                 error=error)
+                                 limits=limits, nan=nan)
 
 
-def read_lines(path: Path, expected: str, *, limits: FileLimits = LIMITS, error: Error = DataError
-             ) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, expected: str, *,
+               limits: FileLimits = LIMITS) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, content) for each line that is not blank; only a line feed ends one."""
     size = number = 0
-    with _open(path, expected, error) as file:
+    with _open(path, expected, DataError) as file:
         while line := file.readline(limits.line + 2):
             size, number = size + len(line), number + 1
             if size > limits.size:
-                raise error(
+                raise DataError(
                     f"{path}: wanted {expected} of at most {_bytes(limits.size)}; it is larger")
             line = line.removesuffix(b"\n")
             if len(line) > limits.line:
-                raise error(
+                raise DataError(
                     f"{path}:{number}: wanted lines of at most {_bytes(limits.line)}; it is longer")
             if line.strip():
                 yield number, line
 
 
 def parse_json(content: bytes | str, origin: str, expected: str, *, limits: FileLimits = LIMITS,
-               nan: bool = False,
-               unique: bool = True, error: Error = DataError) -> Any:
+               nan: bool = False, unique: bool = True) -> Any:
     """Returns the value of a JSON text.
 
     `nan` allows NaN and Infinity, which Python writes although JSON has none; `unique=False` takes
     the last of several members with one name, as other libraries do.
     """
-    text = content if isinstance(content, str) else _decode(content, origin, expected, error)
+    text = content if isinstance(content, str) else _decode(content, origin, expected, DataError)
 
     def parse_int(digits: str) -> int:
         if len(digits) > limits.digits:
@@ -138,16 +132,15 @@ def parse_json(content: bytes | str, origin: str, expected: str, *, limits: File
         if _SURROGATE.search(text):            # a pair of them is one character, one alone is none
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise error(f"{origin}: wanted {expected}; its JSON is nested too deeply") from None
+        raise DataError(f"{origin}: wanted {expected}; its JSON is nested too deeply") from None
     except UnicodeEncodeError:
-        raise error(
+        raise DataError(
             f"{origin}: wanted {expected}; its JSON holds half of a surrogate pair, which is no "
-            "character"
-            ) from None
+            "character") from None
     except ValueError as e:
-        raise error(f"{origin}: wanted {expected}; it is not JSON: {e}") from e
+        raise DataError(f"{origin}: wanted {expected}; it is not JSON: {e}") from e
     if _is_deeper(value, limits.depth):
-        raise error(
+        raise DataError(
             f"{origin}: wanted {expected}; its JSON is nested more than {limits.depth} deep")
     return value
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from typing import NamedTuple
 
 from ..spec.errors import ConfigError, DataError
 from .sealed import SealedFolder
+
+_running: set[subprocess.Popen[str]] = set()
 
 
 class BuildPart(NamedTuple):
@@ -60,21 +64,45 @@ def build(part: BuildPart, path: Path, source: Path, target: str, force: bool,
 def run_compiler(part: BuildPart, command: list[str]) -> str:
     """Run a compiler command; returns its errors, or "". ConfigError if it cannot be run at all."""
     try:
-        process = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, start_new_session=True)
     except OSError as e:
         raise ConfigError(
             f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
             f"LayerZero works without {part.ours}") from e
+    _running.add(process)
+    try:
+        _, output = process.communicate()
+    except BaseException:
+        _stop(process)
+        raise
+    finally:
+        _running.discard(process)
     if process.returncode == 0:
         return ""
     # gcc's driver outlives the compiler it started
-    if process.returncode < 0 or "signal terminated program" in process.stderr:
+    if process.returncode < 0 or "signal terminated program" in output:
         raise ConfigError(
             f"the C++ compiler was killed, as for lack of memory; run lz build again. LayerZero "
             f"works without {part.ours}.\n  command: {shlex.join(command)}")
-    errors = ([line for line in process.stderr.splitlines() if "error" in line]
-              or process.stderr.splitlines())
+    lines = output.splitlines()
+    errors = [line for line in lines if "error" in line] or lines
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
+
+
+def stop_compilers() -> None:
+    """End every compiler that a thread of this process waits for."""
+    for process in tuple(_running):
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a compiler and what it started, which is in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            process.terminate()
 
 
 def compile_error(part: BuildPart, problem: str) -> ConfigError:

@@ -27,7 +27,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.names import find_kernel, suggest
 from ..spec.plan import Plan, Step
-from ..spec.reason import Reason
+from ..spec.reason import Code, Reason
 from ..world import context, events, measurements, perf_loading
 from ..world import snapshot as worlds
 from ..world.incidents import extend_keys, faults_of, no_kernel_error
@@ -307,10 +307,11 @@ def doctor(deep: bool = False) -> DoctorReport:
         if reason is None and deep:
             reason = loading.import_in_subprocess(kernel.package)
         distribution = kernel.distribution or kernel.package.replace("_", "-")
-        missing = reason is not None and reason.code.value == "NOT_INSTALLED"
+        missing = reason is not None and reason.code is Code.NOT_INSTALLED
+        optional = missing or (reason is not None and reason.code is Code.NOT_BUILT)
         text = (reason.message if reason
                 else f"{distribution} {loading.installed_version(distribution) or ''}".strip())
-        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, text,
+        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or optional, text,
                                   reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
         checks.append(DoctorCheck(f"health of {name}", health.blocks is None,

@@ -29,7 +29,7 @@ def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None,
 def meta(x: Tensor, residual: Tensor, weight: Tensor | None = None,
          eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, torch.empty_like(out)
+    return out, out.new_empty(out.shape)
 
 
 def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6,
@@ -37,7 +37,7 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
            dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
-    x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
+    x = random_rows(gen, rows, hidden, stride, dtype, device, 100 if extreme else 1)
     residual = random_rows(gen, rows, hidden, "", dtype, device)
     weight = torch.randn(hidden, generator=gen).to(device=device,
                                                    dtype=getattr(torch, weight_dtype

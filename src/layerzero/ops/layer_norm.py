@@ -39,7 +39,7 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
            dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
-    x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
+    x = random_rows(gen, rows, hidden, stride, dtype, device, 100 if extreme else 1)
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
     weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype)
                     for _ in range(2))

@@ -37,7 +37,7 @@ def inputs(rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, bias: bool = 
            extreme: bool = False, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
-    x = random_rows(gen, rows, k, stride, dtype, device) * (100 if extreme else 1)
+    x = random_rows(gen, rows, k, stride, dtype, device, 100 if extreme else 1)
     shape = (k, n) if transposed else (n, k)
     weight = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device,
                                                                            dtype=dtype)

@@ -70,7 +70,7 @@ def inputs(
     has_up = gated and separate
     weight_scale = 1 / math.sqrt(hidden)
     return {
-        "x": random_rows(gen, rows, hidden, stride, dtype, device) * (20 if extreme else 1),
+        "x": random_rows(gen, rows, hidden, stride, dtype, device, 20 if extreme else 1),
         "weight_in": rand(wide, hidden, by=weight_scale),
         "weight_up": rand(inner, hidden, by=weight_scale) if has_up else None,
         "weight_down": rand(out or hidden, inner, by=1 / math.sqrt(inner)),

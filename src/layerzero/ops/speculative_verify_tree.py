@@ -93,7 +93,7 @@ def meta(draft_tokens: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tenso
     tokens = torch.empty_like(draft_tokens, dtype=torch.int64,
                               memory_format=torch.contiguous_format)
     per_row = tokens.new_empty(len(tokens))
-    return tokens, torch.empty_like(tokens), per_row, torch.empty_like(per_row)
+    return tokens, tokens.new_empty(tokens.shape), per_row, per_row.new_empty(per_row.shape)
 
 
 TREES: dict[str, tuple[int, ...]] = {

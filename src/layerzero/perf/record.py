@@ -300,6 +300,11 @@ class PerfView:
     def get(self, kernel: str, bucket: str, place: str, mode: str = EAGER) -> Measurement | None:
         return self._rows_of(kernel).get((bucket, place, mode))
 
+    def longest_compile_us(self, kernel: str, place: str, mode: str = EAGER) -> float | None:
+        """Returns the longest time its compiler took there for any call; None if none is known."""
+        return max((m.compile_us for m in self._rows_of(kernel).values()
+                    if (m.place, m.mode) == (place, mode) and m.compile_us), default=None)
+
     def near(self, kernel: str, kind: Kind, place: str,
              mode: str = EAGER) -> list[tuple[float, Measurement]]:
         """Returns the nearest measurements of a kernel in the same family with their distances,

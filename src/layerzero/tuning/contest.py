@@ -23,9 +23,11 @@ from ..perf.record import CAPTURED, COMPILED, EAGER, Measurement, Rates, kind_of
 from ..selection.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import DeviceLost
+from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.plan import Plan, Step
+from ..spec.plan import DEFAULT, PRIOR, Plan, Step
 from ..spec.reason import Reason
+from ..spec.rules import slow_half_matmul
 from ..spec.rules.expr import parse
 from ..world import context
 from ..world import snapshot as worlds
@@ -40,6 +42,11 @@ from .report import TimedKernel, Tuned
 FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5
 # for the rounds of one kind of call, after the first ones
 CALL_SECONDS = 3.0
+# a compiler is expected to take this long where none has run yet: it cannot be interrupted
+COMPILE_SECONDS = 15.0
+# a call of torch's may take this many times as long as guessed where it computes in a half type an
+# element at a time
+HALF_SLOWDOWN = 100.0
 # a tie with torch's default is recorded as this much slower
 BEHIND_DEFAULT = 1.005
 # times slower than the best: after two calls, after the first rounds
@@ -78,6 +85,7 @@ class Contest:
                                                                         facts)
         self.mode = mode_of(facts)
         self.world = worlds.current()
+        self._device_facts = {**facts, **self.world.device(str(facts["device"])).facts()}
         self.plan = eligible_plan(self.world, self.op, facts, compile)
         self.scores = {step.kernel: step.score for step in self.plan.steps}
         self.race = Race(watch, faults.FAULTS, deadline=math.inf if deadline is None else deadline)
@@ -91,9 +99,10 @@ class Contest:
         """Load and compile each kernel, in the order of the plan but those that compile last, and
         drop those that are far behind already.
 
-        A kernel enters only if there should be time for the two calls of its entry. If a first call
-        takes all the time that is left, it is the last: what was measured before it stays. Nobody
-        knows how long compiling takes, so with a deadline the others have run some rounds before.
+        A kernel enters only if there should be time for its compiler and the two calls of its
+        entry. If a first call takes all the time that is left, it is the last: what was measured
+        before it stays. Compiling may take longer than expected, so with a deadline the others have
+        run some rounds before.
         """
         best, rounds_ahead = math.inf, False
         by_id, race = self.world.catalog.by_id, self.race
@@ -103,7 +112,7 @@ class Contest:
             if kernel.jit and race.deadline < math.inf and not rounds_ahead:
                 race.run(FIRST_ROUNDS)
                 rounds_ahead = True
-            if time.perf_counter() + 2e-6 * step.score.total_us >= race.deadline:
+            if not race.has_time_for(self._compile_us(kernel) + 2 * self._call_us(kernel)):
                 self.no_time_for.append(kernel.id)
                 continue
             try:
@@ -125,18 +134,17 @@ class Contest:
                 self.torch_calls[kernel.id] = run, inputs
             if self.mode == COMPILED:
                 run, inputs = compile_call(self.dispatcher, kernel.id), self.values
-            took = race.enter(kernel.id, as_contestant(run, inputs, self.call.grad))
+            took = race.enter(kernel.id, as_contestant(run, inputs, self.call.grad),
+                              compiles=kernel.jit or self.mode == COMPILED)
             if took is None:
-                self._note_failures()
-                if kernel.id not in self.failed:
-                    self.no_time_for.append(kernel.id)
+                self._note_absence(kernel.id)
                 continue
             first, us = took
             if self.mode == EAGER and not step.transforms and self.dispatcher.native is not None:
                 called = race.replace(kernel.id, as_contestant(
                     self.dispatcher.with_backend(kernel.id), inputs, self.call.grad))
                 if called is None:
-                    self._note_failures()
+                    self._note_absence(kernel.id)
                     continue
                 us = called
             self.compile_us[kernel.id] = (max(first - us, 0.0) if kernel.jit
@@ -179,7 +187,7 @@ class Contest:
         names = sorted((name for name in self.torch_calls if name in self.race.running),
                        key=lambda name: not by_id[name].baseline)
         for name in names if len(names) > 1 else ():
-            if time.perf_counter() >= self.race.deadline:
+            if not self.race.has_time_for(self.race.timings.median(name)):
                 break
             try:
                 functions = torch_functions(*self.torch_calls[name])
@@ -188,6 +196,29 @@ class Contest:
             if first.setdefault(functions, name) != name:
                 self.same_as[name] = first[functions]
         self.torch_calls.clear()
+
+    def _compile_us(self, kernel: Kernel) -> float:
+        """Return how long its compiler is expected to run for this call."""
+        if not kernel.jit and self.mode != COMPILED:
+            return 0.0
+        if jit.warmed_keys(kernel, self.facts, self.values) <= self.world.warmed:
+            return 0.0
+        place = self.world.place(self.facts["device"])
+        known = self.world.perf.longest_compile_us(kernel.id, place, self.mode)
+        return COMPILE_SECONDS * 1e6 if known is None else known
+
+    def _call_us(self, kernel: Kernel) -> float:
+        """Return how long a call is expected to take, at the worst if that is a guess."""
+        score = self.scores[kernel.id]
+        guessed = score.source in (PRIOR, DEFAULT) and kernel.backend in BACKENDS
+        slow = guessed and all(rule.check(self._device_facts) is None
+                               for rule in slow_half_matmul())
+        return score.total_us * (HALF_SLOWDOWN if slow else 1.0)
+
+    def _note_absence(self, kernel: str) -> None:
+        self._note_failures()
+        if kernel not in self.failed:
+            self.no_time_for.append(kernel)
 
     def _note_failures(self) -> None:
         for name, error in self.race.failed.items():

@@ -312,7 +312,8 @@ class Timings:
 class Race:
     """Contestants that take turns. One that raises an error of `catch` is out, and its error kept.
 
-    After `deadline` (of time.perf_counter) no sample begins; a running one is not interrupted.
+    No sample begins that is expected to end after `deadline` (of time.perf_counter); a running one
+    is not interrupted.
     """
 
     def __init__(self, watch: Watch, catch: tuple[type[BaseException], ...] = (), seed: int = 0,
@@ -337,18 +338,22 @@ class Race:
     def out_of_time(self) -> bool:
         return time.perf_counter() >= self.deadline
 
-    def enter(self, name: str, contestant: Contestant) -> tuple[float, float] | None:
+    def has_time_for(self, us: float) -> bool:
+        return time.perf_counter() + us * 1e-6 < self.deadline
+
+    def enter(self, name: str, contestant: Contestant,
+              compiles: bool = False) -> tuple[float, float] | None:
         """Return microseconds of the first call, which loads and compiles, and of the next.
 
         None if it failed, or if there was no time for a second call: the first says nothing of its
-        speed.
+        speed. The second is expected to take as long as the first, unless that `compiles`.
         """
         began = time.perf_counter()
         if self._sample(name, contestant, 1) is None:
             return None
         # wall-clock: waiting for a compiler is not noise
         first = (time.perf_counter() - began) * 1e6
-        if self.out_of_time:
+        if not self.has_time_for(0.0 if compiles else first):
             return None
         after = self._sample(name, contestant, 1)
         if after is None:
@@ -361,7 +366,10 @@ class Race:
 
     def replace(self, name: str, contestant: Contestant) -> float | None:
         """Call a contestant in another way from now on; return microseconds of one such call, None
-        if it failed."""
+        if it failed, or if there was no time for it: then it is out."""
+        if not self.has_time_for(2 * self._entry_us[name]):
+            self._leave(name)
+            return None
         self._sample(name, contestant, 1)      # loads and compiles what it needs
         after = self._sample(name, contestant, 1) if name in self._running else None
         if after is not None:
@@ -382,7 +390,7 @@ class Race:
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
                 self._random.shuffle(turn)
                 for name, (contestant, calls) in turn:
-                    if self.out_of_time:
+                    if not self.has_time_for(self._entry_us[name] * calls):
                         self.rounds[name] = self.rounds[name] or [self._entry_us[name]]
                         continue
                     us = self._sample(name, contestant, calls)
@@ -394,9 +402,12 @@ class Race:
             return self.watch.sample(contestant, calls)
         except self.catch as error:
             self.failed[name] = error
-            self.rounds.pop(name, None)
-            self.drop(name)
+            self._leave(name)
             return None
+
+    def _leave(self, name: str) -> None:
+        self.rounds.pop(name, None)
+        self.drop(name)
 
 
 def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str,

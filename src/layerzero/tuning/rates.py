@@ -26,7 +26,7 @@ class Reading(NamedTuple):
     noisy: bool                                # the samples differ so much that the device was busy
 
 
-def measure_rates(device: str, seconds: float = 1.5) -> Reading:
+def measure_rates(device: str, seconds: float) -> Reading:
     """Measure the best of several samples of each: noise only slows down. Takes about `seconds`."""
     watch, began = stopwatch(device), time.perf_counter()
     spreads: list[float] = []

@@ -8,6 +8,7 @@ on where it was.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,6 +42,8 @@ from .workload import calls_for, meta_tensor
 ROUNDS = 60
 # times the rates of a device: a faster kernel shows that they were measured too low
 BEYOND = 1.05
+# to measure the rates of a device, and at most this share of the time that is left
+RATES_SECONDS, RATES_SHARE = 1.5, 0.25
 MEMORY_SHARE = 0.8     # of free memory that one call may take
 # Raised by a call that is described wrongly, or does not fit into memory.
 CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
@@ -235,8 +238,12 @@ class Tuner:
         self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()
 
     @property
+    def seconds_left(self) -> float:
+        return math.inf if self.deadline is None else self.deadline - time.perf_counter()
+
+    @property
     def out_of_time(self) -> bool:
-        return self.deadline is not None and time.perf_counter() > self.deadline
+        return self.seconds_left <= 0
 
     def tune(self, job: Job) -> Tuned | Skipped:
         self._ensure_rates(job.device)
@@ -303,7 +310,7 @@ class Tuner:
         A noisy reading serves this run and is not saved, so that the next run measures again.
         """
         place, known = worlds.current().place(device), self._known_rates(device)
-        reading = measure_rates(device)
+        reading = measure_rates(device, min(RATES_SECONDS, RATES_SHARE * self.seconds_left))
         self.rates[place] = (reading.rates if known is None
                              else Rates(*map(max, reading.rates, known)))
         if not reading.noisy:

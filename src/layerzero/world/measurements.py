@@ -11,6 +11,7 @@ import atexit
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from ..perf.record import (
     Rates,
     checked_rates,
     environment_id,
+    is_cpu_place,
     place_of,
 )
 from ..selection.policy import Policy
@@ -56,6 +58,7 @@ from .perf_loading import (
 from .registry.catalog import Catalog
 from .snapshot import World
 
+IN_USE = "in use"                              # how a row stands that decides calls here
 STATE_SECONDS = 10.0                           # how long a reading of the machine's state is reused
 
 _environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
@@ -340,7 +343,10 @@ def status() -> StoreStatus:
     if trouble is not None:
         return StoreStatus(False, f"{trouble.store}: {trouble.problem}", trouble.action)
     target = location(world.policy)
-    count = f"{plural(len(world.perf), 'measurement')} in use"
+    try:
+        count = _describe_rows(target)
+    except StoreError as e:                    # since it was loaded
+        return StoreStatus(False, str(e), "lz perf show says more")
     if target is None:
         return StoreStatus(True, f"{count}; perfdb is {OFF}, nothing is kept")
     aside = (sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path)
@@ -348,6 +354,21 @@ def status() -> StoreStatus:
     hint = (f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it"
             if aside else "")
     return StoreStatus(True, f"{count}, from {without_password(target)}", hint)
+
+
+def _describe_rows(target: Path | str | None) -> str:
+    """Returns how many rows decide calls here, and why the others do not. Of a server, only those
+    that were loaded are counted: no second connection is made."""
+    if isinstance(target, Path) and target.exists():
+        with open_location(target, READ_SECONDS, read_only=True) as opened:
+            environments, rows = opened.environments(), list(opened.rows())
+    else:
+        environments, rows = {}, list(worlds.current().perf)
+    status_of = RowStatus(environments).of
+    counts = Counter(map(status_of, rows))
+    in_use = f"{plural(counts.pop(IN_USE, 0), 'measurement')} in use"
+    others = ", ".join(f"{n} {why}" for why, n in counts.most_common())
+    return f"{in_use}; not in use: {others}" if others else in_use
 
 
 def shipped_status(world: World, device: Device) -> StoreStatus:
@@ -394,18 +415,21 @@ class RowStatus:
         self.since = state.now() - days * DAY if days else 0.0
         self.builds = {k.id: build_of(k) for k in world.catalog.kernels}
         self.signatures = {device.signature for device in hardware.all_devices()}
+        self.cpu_place = world.place("cpu")
         self.machines = {i: str(data.get("machine", "")) for i, data in environments.items()}
 
     def of(self, m: Measurement) -> str:
-        """Returns "in use", or why it is not. Rows of another machine are never stale here."""
+        """Returns IN_USE, or why it is not. Rows of another machine are never stale here."""
         is_ours = self.machines.get(m.environment, "") in ("", machine_id())
         if m.at < self.since:
             return "expired"
         if signature_of(m.place) not in self.signatures:
-            return ("stale: device, driver or toolkit changed" if is_ours and m.environment
+            return ("stale: device, torch, driver or toolkit changed" if is_ours and m.environment
                     else "of another machine")
         if m.kernel not in self.builds:
             return "unknown kernel"
         if self.builds[m.kernel] != m.build:
             return "stale: another build" if is_ours else "of another machine"
-        return "in use"
+        if is_cpu_place(m.place) and m.place != self.cpu_place:
+            return "of another number of threads"
+        return IN_USE

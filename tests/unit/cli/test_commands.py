@@ -8,12 +8,14 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import typer
 from helpers import run_lz
 
+from layerzero.cli import show
 from layerzero.cli.app import app
 from layerzero.cli.options import ALIASES, DTYPES, dtype_name
 from layerzero.cli.panels import measure, prove
@@ -201,6 +203,27 @@ def test_an_exit_code_says_what_kind_of_end_it_was(run, monkeypatch, error, code
     exit_code, out, err = run("config")
     assert (exit_code, out) == (code, "") and message in err
     assert ("Traceback" in err) == (code == 3) and exit_code in EXIT_CODES
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_reader_that_went_away_ends_the_command_without_a_word(closed):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: pipe}
+        words = {"stdout": ["--help"], "stderr": ["no-such-command"]}[closed]
+        done = subprocess.run([sys.executable, "-m", "layerzero", *words], text=True, **streams)
+    assert (done.returncode, done.stdout or "", done.stderr or "") == (141, "", "")
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(show, "LINE_SECONDS", 0.01)
+    with show.progress(total=3) as update:
+        update(description="rms_norm", advance=2)
+        deadline = time.monotonic() + 60
+        while not (err := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert err.startswith("2 of 3: rms_norm (0 s)")
 
 
 # dry-run, record

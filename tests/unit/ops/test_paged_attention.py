@@ -362,12 +362,12 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
 
 # Which kernel
 
-def test_the_cpu_reads_by_pieces_and_says_why_others_do_not(world: None) -> None:
+def test_the_cpu_gathers_unless_measured_and_says_why_others_do_not(world: None) -> None:
     inputs = values(context=(600, 90), hq=32, hkv=8, d=128)
     if build.is_built() is True:
         assert lz.which("paged_attention", **inputs) == "native.paged_attention"
     lz.configure(rules=(lz.PolicyRule.of("deny", ["native.paged_attention"], "*"),))
-    assert lz.which("paged_attention", **inputs) == "torch.paged_pieces"
+    assert lz.which("paged_attention", **inputs) == "torch.paged_gather"
     assert lz.which("paged_attention", **{**inputs, "softcap": 3.0}) == "torch.paged_gather"
     plan = lz.explain("paged_attention", **values(lengths_q=(2, 1, 1)))
     codes = {r.kernel: [reason.code for reason in r.reasons] for r in plan.rejected}

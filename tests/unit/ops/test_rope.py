@@ -185,7 +185,7 @@ def test_which_kernel():
     assert lz.which("rope", q, k, cos, sin, style="interleaved",
                     policy=torch_only) == "torch.rope_complex"
     assert lz.which("rope", q, k, cos, sin, style="rotate_half",
-                    policy=torch_only) == "torch.rope_buffered"
+                    policy=torch_only) == "torch.rope"
     assert lz.which("rope", q.requires_grad_(), k, cos, sin, style="rotate_half") == "torch.rope"
     (reason,) = lz.validate("rope", "torch.rope_complex", q, k, cos, sin, style="rotate_half")
     assert reason.code is lz.Code.ROPE_STYLE_UNSUPPORTED and reason.got == "rotate_half"

@@ -504,6 +504,15 @@ def test_compiling_that_takes_all_the_time_leaves_the_others_their_rounds(script
     assert [k.summary.samples for k in tuned.kernels] == [contest.FIRST_ROUNDS] * 2
 
 
+def test_no_compiler_is_begun_that_would_not_end_in_time(script):
+    jit = script.fake("fake.jit", 5.0, jit=True, prior=90.0)
+    serve(jit, script.fake("fake.one", 10.0))
+    tuned = tune([norm()], seconds=contest.COMPILE_SECONDS - 1).tuned[0]
+    assert (jit.calls, tuned.best, tuned.no_time_for) == (0, "fake.one", ("fake.jit",))
+    assert tune([norm()]).tuned[0].best == "fake.jit"          # how long that took is known now
+    assert tune([norm(64)], seconds=contest.COMPILE_SECONDS - 1).tuned[0].best == "fake.jit"
+
+
 def test_one_round_makes_nobody_sure(script):
     serve(script.fake("fake.one", 10.0), script.fake("fake.two", 20.0))
     tuned = tune([norm()]).tuned[0]
@@ -569,7 +578,7 @@ def test_rates_are_measured_once_and_saved(script, monkeypatch):
     serve(script.fake("fake.one", 10.0))
     worlds.publish(lambda w: w.replace(perf=type(w.perf)()), "no rates")
     asked, saved = [], []
-    monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device)
+    monkeypatch.setattr(tuner, "measure_rates", lambda device, seconds: asked.append(device)
                         or Reading(ROOF, False))
     report = tune([norm(8), norm(64)], save=lambda rows, rates: saved.append(rates))
     place = worlds.current().place("cpu")

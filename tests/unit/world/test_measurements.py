@@ -16,6 +16,7 @@ import torch
 from helpers import RMS_NORM, Fake, events_of, python, register, rows, run_lz
 
 import layerzero as lz
+from layerzero.backends import cuda as cuda_kernels
 from layerzero.machine import builds
 from layerzero.machine import state as machine
 from layerzero.perf.interface import environment_id
@@ -247,6 +248,17 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
     assert build == "" or build.startswith("flash-attn==")
 
 
+def test_a_build_covers_the_kernels_in_other_languages_of_every_room(monkeypatch):
+    """Else a changed kernel would keep the measurements and proofs of the old one."""
+    hashed = set()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: hashed.add(path) or read(path))
+    builds.source_digest(cuda_kernels.KERNELS[0].load)
+    folder = Path(cuda_kernels.__file__).parent
+    own = {p for p in folder.rglob("*") if p.suffix in (".cu", ".h") and p.parent.name != "step"}
+    assert len(own) > 15 and own <= hashed      # step/ is no kernel of an op
+
+
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
     """Else a process that loaded one module more would find neither its measurements nor its
     proofs."""
@@ -461,14 +473,16 @@ def fill(perfdb):
         (here,) = store.environments()
         store.put([row._replace(build="another", environment=here),
                    row._replace(place="ffff-1t", environment=here)])
+        store.put([row._replace(place=row.place.replace("-", "-9"), build=
+                                builds.build_of(worlds.current().catalog.by_id["fake.one"]))])
         store.put([row._replace(place="eeee-1t"), row._replace(kernel="gone.k")],
                   {"machine": "another one"})
         kernel = worlds.current().catalog.by_id["fake.one"]
         store.put([row._replace(bucket="old", at=1.0, build=builds.build_of(kernel))])
 
 
-STANDINGS = {"in use": 2, "stale: another build": 1, "stale: device, driver or toolkit changed": 1,
-             "of another machine": 1, "unknown kernel": 1}
+STANDINGS = {"in use": 2, "stale: another build": 1, "of another number of threads": 1,
+             "stale: device, torch, driver or toolkit changed": 1, "of another machine": 1, "unknown kernel": 1}
 
 
 def test_show_says_how_each_row_stands(run, perfdb):
@@ -477,14 +491,18 @@ def test_show_says_how_each_row_stands(run, perfdb):
     code, out, _ = run("perf", "show", "--all", "--json")
     data = json.loads(out)
     assert code == 0 and data["counts"] == STANDINGS
-    assert sum(data["counts"].values()) == len(data["measurements"]) == 6
+    assert sum(data["counts"].values()) == len(data["measurements"]) == 7
+    doctor = next(c.detail for c in lz.doctor().checks if c.name == "measurements")
+    in_use, others = doctor.split("; not in use: ")
+    assert in_use == "2 measurements in use"
+    assert all(f"{n} {why}" in others for why, n in STANDINGS.items() if why != "in use")
     code, out, _ = run("perf", "show")
     assert code == 0 and out.count("fake.one") == 2 and "1 of another machine" in out
     lz.configure(perfdb_ttl=30)
     assert json.loads(run("perf", "show", "--json")[1])["counts"]["expired"] == 1
     assert json.loads(run("perf", "show", "--json", "--kernel", "gone.*")[1])["counts"] == {
         "unknown kernel": 1}
-    assert "... and 1 more" in run("perf", "show", "--all", "--limit", "5")[1]
+    assert "... and 2 more" in run("perf", "show", "--all", "--limit", "5")[1]
 
 
 def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, perfdb):
@@ -496,7 +514,7 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     assert data == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
     assert run("perf", "prune", "--older-than", "30", "--kernel",
                "fake.*")[1] == "1 measurement removed\n"
-    assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"
+    assert run("perf", "prune", "--all")[1] == "4 measurements removed\n"
     with SqliteStore(perfdb) as store:
         assert store.environments() == {}
 
@@ -504,7 +522,7 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
 def test_what_one_machine_exports_another_imports(run, perfdb, tmp_path):
     fill(perfdb)
     code, out, _ = run("perf", "export", str(tmp_path / "x.jsonl"))
-    assert code == 0 and out.startswith("6 measurements written")
+    assert code == 0 and out.startswith("7 measurements written")
     lz.configure(perfdb=str(tmp_path / "second.sqlite"))
     assert run("perf", "import", str(tmp_path / "x.jsonl"), str(perfdb))[0] == 0
     assert json.loads(run("perf", "show", "--all", "--json")[1])["counts"] == STANDINGS

@@ -81,10 +81,10 @@ def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: fl
                   jit=True, replayable=True, **more)
 
 
-def _read_in_place(tensor: str, to_bytes: int = 16) -> tuple[r.Condition, ...]:
+def _read_in_place(tensor: str) -> tuple[r.Condition, ...]:
     """Returns the rules for a tensor that is too large to copy: 16-byte aligned rows."""
     return (r.unit_stride(tensor, repair=False),
-            r.Rule(f"{tensor}.alignment", "ge", to_bytes, Code.POINTER_ALIGNMENT))
+            r.Rule(f"{tensor}.alignment", "ge", 16, Code.POINTER_ALIGNMENT))
 
 
 def _few_rows(tokens: str, limit: int) -> tuple[r.Condition, ...]:
@@ -133,7 +133,7 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# shared memory of the small configurations of attention/grouped.py, at most
+# shared memory of the small configurations of attention/grouped, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and

@@ -117,12 +117,19 @@ def architecture(sm: int) -> str:
     return f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
 
 
+def header_folders(source: Path) -> tuple[Path, ...]:
+    """Returns where a file may include headers from: this folder, and those down to its own."""
+    rooms = (source.parent,) if source.is_absolute() else source.parents[-2::-1]
+    return (FOLDER, *(FOLDER / room for room in rooms))
+
+
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
     """Returns the machine code of a file of this folder; from disk if any process compiled it
     before."""
     path = FOLDER / source
-    text, headers = path.read_bytes(), {p.name: p.read_bytes() for p in sorted(
-        {*FOLDER.glob("*.h"), *path.parent.glob("*.h")})}
+    text = path.read_bytes()
+    headers = {p.name: p.read_bytes() for folder in header_folders(Path(source))
+               for p in sorted(folder.glob("*.h"))}
     options = (f"--gpu-architecture={arch}", *OPTIONS,
                *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
@@ -380,12 +387,12 @@ class CompiledCuda:
     def resident_blocks(self, device: int) -> int:
         """Returns how many blocks a multiprocessor has room for at the same time."""
         self._slot(device)
-        found = c_int()
+        blocks = c_int()
         code = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            byref(found), self._functions[device], self.threads, c_size_t(self.shared))
+            byref(blocks), self._functions[device], self.threads, c_size_t(self.shared))
         if code:
             raise failure(code, f"asking how many blocks of {self.source}:{self.name} fit")
-        return found.value
+        return blocks.value
 
     def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
         try:

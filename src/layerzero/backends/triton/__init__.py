@@ -199,11 +199,11 @@ def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
               for most in (32, 16, 8, 4, 2, 1)))
 
 
-def _power_of_two(fact: str, maximum: int, minimum: int = 16) -> str:
-    """Returns an expression for the next power of two, from `least` to `most`: the sizes of
-    Triton's tiles."""
-    steps = [1 << n for n in range(minimum.bit_length() - 1, maximum.bit_length() - 1)]
-    return "(" + " + ".join([str(minimum), *(f"{n} * ({fact} > {n})" for n in steps)]) + ")"
+def _power_of_two(fact: str, maximum: int) -> str:
+    """Returns an expression for the next power of two, from 16 to `maximum`: the sizes of Triton's
+    tiles."""
+    steps = [1 << n for n in range(4, maximum.bit_length() - 1)]
+    return "(" + " + ".join(["16", *(f"{n} * ({fact} > {n})" for n in steps)]) + ")"
 
 
 def _decode_shared(tokens: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -142,6 +142,11 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
     with ThreadPoolExecutor(2) as pool:
         fast_path, kernels = (pool.submit(part, force, say)
                               for part in (build_fast_path, build_kernels))
+        try:
+            wait((fast_path, kernels))
+        except BaseException:                  # an interrupt; the threads would wait to the end
+            toolchain.stop_compilers()
+            raise
     fast_path_error, kernels_error = fast_path.exception(), kernels.exception()
     if isinstance(fast_path_error, ConfigError) and isinstance(kernels_error, ConfigError):
         raise ConfigError(f"{fast_path_error}\n{kernels_error}")

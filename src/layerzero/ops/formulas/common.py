@@ -96,12 +96,11 @@ def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,
-                dtype: torch.dtype,
-                device: str) -> Tensor:
+                dtype: torch.dtype, device: str, magnitude: int = 1) -> Tensor:
     """Returns test inputs (*rows, hidden), stored "padded", "sparse", "transposed" or
     contiguous."""
     def rand(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
+        return (torch.randn(shape, generator=gen).to(dtype) * magnitude).to(device)
 
     if stride == "padded":
         return rand(*rows, hidden + 8)[..., :hidden]

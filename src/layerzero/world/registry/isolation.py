@@ -225,11 +225,11 @@ def installed(python: str) -> Mapping[str, str]:
     """Returns the distributions of another interpreter and their versions; "" is this one's."""
     distributions = (importlib.metadata.distributions(path=_search_path(python)) if python
                      else importlib.metadata.distributions())
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for d in distributions:                    # the first of a name is the one that is imported
         if d.metadata["Name"]:
-            found.setdefault(d.metadata["Name"].lower().replace("_", "-"), d.version)
-    return found
+            versions.setdefault(d.metadata["Name"].lower().replace("_", "-"), d.version)
+    return versions
 
 
 def _search_path(python: str) -> list[str]:

@@ -28,7 +28,7 @@ def show_rows(kernel: str, op: str, everything: bool, limit: int, as_json: bool)
     standing = measurements.RowStatus(environments)
     judged = [(m, standing.of(m)) for m in rows]
     counts = Counter(s for _, s in judged)
-    shown = [(m, s) for m, s in judged if everything or s == "in use"]
+    shown = [(m, s) for m, s in judged if everything or s == measurements.IN_USE]
     shown.sort(key=lambda x: (x[0].op, x[0].bucket, x[0].place, x[0].median_us))
     if as_json:
         show.as_json({"store": name, "counts": dict(counts),

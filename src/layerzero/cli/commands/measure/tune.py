@@ -56,7 +56,8 @@ def _show(report: TuneReport) -> None:
         for kernel, reason in t.failed.items():
             show.text(f"{kernel} failed for {t.label}: {reason.message}")
         if t.no_time_for:
-            show.text(f"{t.label}: no time for {', '.join(t.no_time_for)}; tune again to go on")
+            show.text(f"{t.label}: no time for {', '.join(t.no_time_for)}; tune again, with "
+                      "more --seconds if it has to be compiled")
         if t.chosen not in (t.best, *t.tied):
             show.text(f"{t.label}: {t.chosen} is chosen all the same; lz explain says why")
     for skipped in report.skipped:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....spec import replay
-from ....spec.replay import Varying
-from .. import compiler
+from .....spec import replay
+from .....spec.replay import Varying
+from ... import compiler
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 29        # a window that hides nothing
@@ -111,7 +111,7 @@ def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
 @lru_cache(maxsize=None)
 def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int,
                       wgmma: bool) -> tuple[Any, Any]:
-    source = "attention/grouped_wgmma.cu" if wgmma else "attention/grouped.cu"
+    source = "attention/grouped/grouped_wgmma.cu" if wgmma else "attention/grouped/grouped.cu"
     return (compiler.kernel(source, "grouped", macros, threads, shared),
             compiler.kernel(source, "merge", macros, MERGERS * 32))
 
@@ -119,7 +119,7 @@ def _compiled_grouped(macros: compiler.Macros, threads: int, shared: int,
 @lru_cache(maxsize=None)
 def _compiled_cascade(macros: compiler.Macros, threads: int, shared: int,
                       plan_shared: int) -> tuple[Any, Any, Any]:
-    source = "attention/cascade.cu"
+    source = "attention/grouped/cascade.cu"
     return (compiler.kernel(source, "plan", macros, PLANNERS, plan_shared),
             compiler.kernel(source, "attend", macros, threads, shared),
             compiler.kernel(source, "merge", macros, threads))

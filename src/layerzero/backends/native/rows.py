@@ -176,7 +176,7 @@ KERNELS = (
     declare(moe_gate, _gate, 6.0, 12.0, less_work=ONE_PASS),
     declare(cross_entropy, _cross_entropy, 8.0, 10.0, r.unit_stride("logits"),
             less_work="one pass over the logits, and no copy of them",
-            less_work_when=(r.at_least("vocab", 8192),)),     # its call costs more than a small copy
+            less_work_when=(r.at_least("vocab", 8192),)),     # a call costs more than a small copy
     declare(quantize, _quantize, 8.0, 5.0, r.unit_stride("x"),
             r.one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             r.one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),

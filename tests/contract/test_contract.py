@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KERNELS, case_id
+from conftest import KERNELS, case_id, cpu_facts, serves
 
-from layerzero.dispatch.facts import read
 from layerzero.machine import loading
-from layerzero.machine.hardware import probe
 from layerzero.ops import CATALOG as OPS
 from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
@@ -61,8 +59,7 @@ def here(kernel: Kernel) -> str:
     reason = loading.availability(kernel)
     if reason is not None:
         return str(reason)
-    facts = {**probe("cpu").facts(),
-             **read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))}
+    facts = cpu_facts(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))
     device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
                     <= {"device", "isa"}]
     outcome = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
@@ -90,23 +87,23 @@ def grid() -> list[Any]:
     return rows
 
 
-# the inputs of a case, made once for all kernels of its op
-_VALUES: dict[tuple[str, str, str], Any] = {}
+# the facts of a case, read once for all kernels of its op
+_FACTS: dict[tuple[str, str, str], Any] = {}
 _REFUSED: dict[str, int] = {}                  # kernel -> how many cases its rules refuse
 
 
 def _refused(kernel: Kernel, case: dict[str, Any], dtype: str) -> bool:
     """A cell that the rules refuse is no test: it is counted, and left out of the grid."""
     key = kernel.op.name, repr(case), dtype
-    if key not in _VALUES:
-        _VALUES[key] = case_values(kernel.op, case, dtype)
-    refused = bool(refusals(kernel, _VALUES[key]))
+    if key not in _FACTS:
+        _FACTS[key] = cpu_facts(kernel.op, case_values(kernel.op, case, dtype))
+    refused = not serves(kernel, _FACTS[key])
     _REFUSED[kernel.id] = _REFUSED.get(kernel.id, 0) + refused
     return refused
 
 
 GRID = grid()
-_VALUES.clear()
+_FACTS.clear()
 
 
 @pytest.mark.parametrize(("kernel", "case", "dtype"), GRID)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -67,6 +68,11 @@ def pytest_collection_finish() -> None:
     takes a second where a model library was imported."""
     gc.collect()
     gc.freeze()
+    # pytest 9 gives its handler to every logger that does not propagate, six times for each test;
+    # of torch's dozens the root's will do.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

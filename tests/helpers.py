@@ -4,18 +4,24 @@ of two folders.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.metadata
 import importlib.util
 import inspect
 import itertools
+import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,15 +247,90 @@ def path_of(op: Op | str, path: str) -> Callable:
     return dispatcher.python_call if path == "python" else dispatcher.public
 
 
+class TorchServer:
+    """Processes forked from one that has imported torch, which takes seconds; torch_server.py is
+    the other side. It is started with the first of them and ends with this process."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="layerzero-torch-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self.path = os.path.join(folder, "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen(16)
+            environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "torch_server.py"), str(listener.fileno())],
+                stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environ)
+        atexit.register(self.process.communicate)
+
+
+_torch_server: dict[int, TorchServer] = {}     # by process: a fork has none yet
+
+
+class Program:
+    """`python *words` in a process of its own: with -c, -m or a script, and no other option."""
+
+    def __init__(self, *words: str, env: Mapping[str, str] | None = None,
+                 cwd: str | Path = "", stdin: int = -1, stdout: int, stderr: int) -> None:
+        if os.getpid() not in _torch_server:
+            _torch_server[os.getpid()] = TorchServer()
+        request = {"words": [str(word) for word in words],
+                   "environ": dict(os.environ if env is None else env),
+                   "folder": str(cwd) or os.getcwd()}
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(_torch_server[os.getpid()].path)
+        with open(os.devnull) as nothing:
+            files = [nothing.fileno() if stdin == -1 else stdin, stdout, stderr]
+            socket.send_fds(self.connection, [b" "], files)
+            self.connection.sendall(json.dumps(request).encode() + b"\0")
+            self._answers = self.connection.makefile()
+            self.pid = int(self._answers.readline())
+
+    def wait(self, timeout: float = 240.0) -> int:
+        """Its exit code, once it has ended; it is killed if that takes longer."""
+        self.connection.settimeout(timeout)
+        try:
+            return int(self._answers.readline())
+        except TimeoutError:
+            os.kill(self.pid, signal.SIGKILL)
+            raise
+        finally:
+            self._answers.close()
+            self.connection.close()
+
+
+def run_python(*words: str | Path, env: Mapping[str, str] | None = None, cwd: str | Path = "",
+               input: str | bytes = "", timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """What `python *words` did. Its process has torch already: for a test of what is imported, or
+    of what the environment says to Python or torch, start one."""
+    command = [sys.executable, *map(str, words)]
+    given = input.encode() if isinstance(input, str) else input
+    if not hasattr(os, "fork"):
+        done = subprocess.run(command, env=env, cwd=cwd or None, input=given, capture_output=True,
+                              timeout=timeout)
+        return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(),
+                                           done.stderr.decode())
+    with (tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout,
+          tempfile.TemporaryFile() as stderr):
+        stdin.write(given)
+        stdin.seek(0)
+        program = Program(*map(str, words), env=env, cwd=cwd, stdin=stdin.fileno(),
+                          stdout=stdout.fileno(), stderr=stderr.fileno())
+        code = program.wait(timeout)
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(command, code, stdout.read().decode(),
+                                           stderr.read().decode())
+
+
 def python(code: str, *, timeout: float = 240.0, **environ: str) -> str:
     """What `code` prints in a process of its own, with no LAYERZERO_* variable but those given."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
            or k == "LAYERZERO_CACHE_DIR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"),
                                          env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env={**env, **environ},
-                          capture_output=True,
-                          text=True, timeout=timeout)
+    done = run_python("-c", textwrap.dedent(code), env={**env, **environ}, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

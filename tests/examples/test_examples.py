@@ -7,10 +7,10 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -35,9 +35,8 @@ NEEDS = {"patch_a_model": "transformers", "serve_with_ray": "ray"}
 
 
 def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True,
-                          timeout=240,
-                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    return run_python(script, cwd=folder,
+                      env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 from layerzero.spec.errors import LayerZeroError
 
@@ -72,8 +73,8 @@ def test_hostile_files_give_typed_errors_only(name: str) -> None:
     for content in (b"", b"\0", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b'"\\ud800"', b"NaN",
                     b"{" * 3000, b"-" * 3000, b"&a [" * 500, b"(" * 5000, b'{"a":' * 20_000,
                     b'{"a": 1e999}', b'{"a": -1e-99999}', b"\xef\xbb\xbf{}", b'{"a": "\\u0000"}',
-                    b'{"a": 1, "a": 2}', b"9" * 300_000, b'"' + b"x" * 10**7 + b'"',
-                    b"a: " + b"x" * 10**7, b"rules:\n" + b"- {deny: torch.*, op: attention}\n"
+                    b'{"a": 1, "a": 2}', b"9" * 300_000, b'"' + b"x" * 10**6 + b'"',
+                    b"a: " + b"x" * 10**6, b"rules:\n" + b"- {deny: torch.*, op: attention}\n"
                     * 50_000, b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",
                     b"[" + b"[]," * 100_000 + b"[]]", b'{"a": ' * 70 + b"1" + b"}" * 70,
                     b"GGUF" + b"\xff" * 64, b"\x7fELF\x02\x01" + b"\xff" * 200,
@@ -88,9 +89,7 @@ def test_the_corpus_is_small_and_has_no_strangers() -> None:
 
 
 def test_without_atheris_it_goes_by_chance() -> None:
-    done = subprocess.run([sys.executable, str(FUZZ / "run.py"), "policy", "--plain", "--seconds",
-                           "1", "--seed", "3"],
-                          capture_output=True, text=True, timeout=240)
+    done = run_python(FUZZ / "run.py", "policy", "--plain", "--seconds", "1", "--seed", "3")
     assert (done.returncode == 0 and "by chance" in done.stdout), done.stdout[-3000:] + done.stderr[
         -2000:]
 
@@ -106,8 +105,7 @@ def test_the_fuzzer_runs_and_finds_nothing(name: str) -> None:
 
 
 def test_an_unknown_target_is_named() -> None:
-    done = subprocess.run([sys.executable, str(FUZZ / "run.py"), "polcy"], capture_output=True,
-                          text=True, timeout=240)
+    done = run_python(FUZZ / "run.py", "polcy")
     assert done.returncode == 2 and "there is no target 'polcy'" in done.stderr
 
 

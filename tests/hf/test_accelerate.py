@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import triton_interpreter_works
+from helpers import run_python, triton_interpreter_works
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -355,11 +355,10 @@ def test_the_report_holds_what_was_measured(model):
 def test_the_benchmark_runs(tmp_path):
     root = Path(__file__).parents[2]
     out = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "accelerated.py"), "--layer", "tiny", "--device",
-         "cpu", "--dtype", "float32", "--context", "9", "--tokens", "3", "--rounds", "2",
-         "--no-compile", "--out", str(out)],
-        capture_output=True, text=True, timeout=300)
+    done = run_python(
+        root / "benchmarks" / "accelerated.py", "--layer", "tiny", "--device", "cpu", "--dtype",
+        "float32", "--context", "9", "--tokens", "3", "--rounds", "2", "--no-compile", "--out",
+        out, timeout=300)
     assert done.returncode == 0 and "results agree" in done.stdout, done.stderr[-3000:]
     assert {"transformers", "lz.accelerate"} == json.loads(out.read_text())["rows"].keys()
 

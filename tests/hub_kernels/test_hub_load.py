@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import hub_repositories as repositories
 import pytest
 import torch
+from helpers import run_python
 from hub_repositories import STABLE, UNIVERSAL, build, in_cache, native_build, native_id
 
 import layerzero as lz
@@ -44,9 +44,7 @@ def hub_of(**folders: Path) -> Hub:
 def run_in_process(code: str, *arguments: object) -> dict:
     """Run in a process of its own, which what is imported there does not outlive."""
     start = f"import json, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    done = subprocess.run([sys.executable, "-c", start + textwrap.dedent(code),
-                           *map(str, arguments)],
-                          capture_output=True, text=True, timeout=240)
+    done = run_python("-c", start + textwrap.dedent(code), *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

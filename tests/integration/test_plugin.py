@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 import layerzero
 
@@ -57,9 +58,7 @@ def run(code: str, *folders: Path) -> dict:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
            or k == "LAYERZERO_CACHE_DIR"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, SOURCES)))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env,
-                          capture_output=True, text=True,
-                          timeout=240)
+    done = run_python("-c", textwrap.dedent(code), env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -54,6 +54,12 @@ def stages(model, llama):
     return trace_stages(llama, model.config, torch.tensor([model.tokenize(TEXT)]))
 
 
+@pytest.fixture(scope="module")
+def beginning(model):
+    """Its first four layers as a model: real weights, in a seventh of the time."""
+    return replace(model, config=replace(model.config, layers=4))
+
+
 def described(model, stages=None, **changes):
     config = replace(model.config, max_positions=512, **changes)
     against = {"truth": stages, "truth_name": "transformers in float32"} if stages else {}
@@ -105,10 +111,14 @@ def test_sixteen_bits_are_as_good_as_eager(model):
     assert rung.passed, rung
 
 
-def test_the_rope_case_study_on_real_weights(model, stages):
+def test_the_rope_case_study_on_real_weights(beginning):
     """Rows in the order of GGUF want the interleaved rope; turned in halves they are nonsense, and
     it is said why."""
-    c = model.config
+    pytest.importorskip("transformers",
+                        reason="needs transformers: pip install 'layerzero[transformers]'")
+    model, c = beginning, beginning.config
+    stages = trace_stages(build_llama(replace(c, max_positions=512), model.weights), c,
+                          torch.tensor([model.tokenize(TEXT)]))
     rows = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
     stored = dict(model.weights)
     for i in range(c.layers):
@@ -171,9 +181,10 @@ def test_pieces_wait_for_whole_characters(model):
 def test_drawn_text_follows_the_seed(model):
     ids = model.tokenize("Once upon a time")
     def drawn(seed):
-        return list(TextGeneration(model, ids, max_tokens=6, temperature=1.0, seed=seed).steps())
+        return list(TextGeneration(model, ids, max_tokens=5, temperature=1.0, seed=seed).steps())
 
-    assert drawn(1) == drawn(1) and len({tuple(drawn(seed)) for seed in range(3)}) > 1
+    first = drawn(1)
+    assert drawn(1) == first and any(drawn(seed) != first for seed in (2, 3))
 
 
 def test_a_file_that_is_no_model(tmp_path):
@@ -239,11 +250,11 @@ def test_a_wrong_command_is_refused(words):
         run_generate("Hi", *words)
 
 
-def test_the_ladder_as_a_command(model, capsys, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.commands.prove.ladder.read_gguf", lambda path: model)
+def test_the_ladder_as_a_command(beginning, capsys, monkeypatch):
+    monkeypatch.setattr("layerzero.cli.commands.prove.ladder.read_gguf", lambda path: beginning)
     assert ladder(4, kernel="torch.sdpa_flash", as_json=True) == 0
     data = json.loads(capsys.readouterr().out)
     [rung] = data["rungs"]
-    assert data["passed"] and rung["served"] >= 30 and rung["name"].startswith("Smollm2")
+    assert data["passed"] and rung["served"] >= 4 and rung["name"].startswith("Smollm2")
     served = {k["kernel"]: k["calls"] for k in rung["kernels"] if k["op"] == "attention"}
     assert served["torch.sdpa_flash"] == rung["served"]

@@ -3,6 +3,8 @@ zigzag-llama3 with grouped attention against the way that rearranges."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from sharded import (
@@ -18,6 +20,8 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(not torch.distributed.is_available()
                        or not torch.distributed.is_gloo_available(), reason="this torch has no gloo")]
+# twice as long takes four times as long
+LENGTHS = (1024, 2048, 4096, *((8192, 16384) if os.environ.get("LZ_TEST_FULL") == "1" else ()))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
@@ -42,7 +46,7 @@ class TestZigzagLlama3GroupedAttention:
     def test_grouped_vs_baseline_backward(self, tmp_path):
         start(2, str(tmp_path / "store"), check_zigzag_llama3, boundaries(2, 8, 56), 8, 8, 32, True)
 
-    @pytest.mark.parametrize("tokens", [4096, 8192, 16384])
+    @pytest.mark.parametrize("tokens", LENGTHS)
     def test_different_sequence_lengths(self, tokens, tmp_path):
         start(2, str(tmp_path / "store"), check_zigzag_llama3, [0, tokens], 1, 1, 16, False)
 

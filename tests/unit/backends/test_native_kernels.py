@@ -4,6 +4,7 @@ reason elsewhere.
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from collections import Counter
@@ -17,6 +18,7 @@ import layerzero as lz
 from layerzero.backends.native import KERNELS, MAX_QUERY_ROWS, build, ggml
 from layerzero.dispatch import native
 from layerzero.machine import hardware, loading
+from layerzero.machine.process_lock import process_lock
 from layerzero.ops.attention import OP as ATTENTION
 from layerzero.spec.errors import ConfigError, InvalidCall
 from layerzero.spec.reason import Code
@@ -32,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def forget() -> None:
+    build.is_built.cache_clear()               # files that skip by it ask while they are collected
     build.module.cache_clear()
     contract.load_once.cache_clear()
     contract.bind_once.cache_clear()
@@ -39,14 +42,18 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The library in the cache if it is built, else built into a folder of this test's own."""
+    """The library in the cache if it is built, else built into a folder of this run: by one of its
+    workers, for which the others wait."""
     with pytest.MonkeyPatch.context() as patch:
-        if not build.library_path().exists():
+        if build.is_built() is not True:
             if COMPILER is None:
                 pytest.skip("needs a C++ compiler")
-            patch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+            base = tmp_path_factory.getbasetemp()
+            run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+            patch.setenv("LAYERZERO_CACHE_DIR", str(run / "cache-with-kernels"))
             patch.delenv("CXX", raising=False)
-            build.build()
+            with process_lock("the CPU kernels of the tests", 280.0):
+                build.build()
         forget()
         yield build.module()
     forget()

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from helpers import run_lz
+from helpers import run_lz, run_python
 
 import layerzero as lz
 from layerzero.cli import _print_warning
@@ -40,9 +40,7 @@ def run(capsys):
 def in_new_process(*words, code="from layerzero.cli import main; main()", **environ):
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
            or k == "LAYERZERO_CACHE_DIR"}
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True,
-                          timeout=240,
-                          env={**env, **environ})
+    return run_python("-c", code, *words, env={**env, **environ})
 
 
 def call(op, *words, dtype="float32"):

@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, rows
+from helpers import RMS_NORM, rows, run_python
 
 import layerzero as lz
 from layerzero.dispatch import native
@@ -43,9 +42,7 @@ print(json.dumps({"ok": check.ok, "found": check.detail, "hint": check.hint, "ri
 def process(code: str, **environ: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
     env["PYTHONPATH"] = str(SOURCES)
-    done = subprocess.run([sys.executable, "-c", code], env={**env, **environ}, capture_output=True,
-                          text=True,
-                          timeout=300)
+    done = run_python("-c", code, env={**env, **environ}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
@@ -235,13 +232,13 @@ def test_a_library_of_another_source_is_not_looked_at(tmp_path, monkeypatch):
 @pytest.mark.integration
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_real_build(tmp_path):
-    """Compiles for the installed torch (some 20 seconds), then a new process uses it. With less
+    """Compiles for the installed torch (some 20 seconds), then a new process uses it. Without
     optimization: `make build` and the tests of the native path are of the real options."""
     cxx = script(tmp_path / "cxx", f"""
 for a in "$@"; do
   shift
   case $a in
-    -O3) set -- "$@" -O1 ;;
+    -O3) set -- "$@" -O0 ;;
     *) set -- "$@" "$a" ;;
   esac
 done

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from certified import HERE, certificate, torch_rms_norm
+from helpers import run_python
 
 import layerzero as lz
 from layerzero.backends.cuda import compiler
@@ -249,8 +250,8 @@ print(store.read("tag", "x.so"))
 
 
 def process(code: str, **environ: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(SOURCES), **environ})
+    done = run_python("-c", code, timeout=300,
+                      env={**os.environ, "PYTHONPATH": str(SOURCES), **environ})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import helpers
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -132,9 +131,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_python(copy: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True,
-                          timeout=280,
-                          env={**os.environ, "PYTHONPATH": str(copy / "src")})
+    done = helpers.run_python(*command, cwd=copy, timeout=280,
+                              env={**os.environ, "PYTHONPATH": str(copy / "src")})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers import run_python
 
 import layerzero as lz
 
@@ -84,8 +85,7 @@ def test_functions_are_not_their_packages():
         "import layerzero as lz, layerzero.testing, layerzero.tuning.tuner, "
         "layerzero.selection.engine\nimport types; print([type(f) is types.FunctionType for f in "
         "(lz.select, lz.tune)])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
-                          check=True)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "[True, True]"
 
 
@@ -94,8 +94,7 @@ def test_groups_load_when_first_used():
             "before = [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules]\n"
             "lz.errors.InvalidCall\n"
             "print(before, [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
-                          check=True)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "[] ['errors']"
 
 

@@ -5,12 +5,11 @@ its names.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 
 import layerzero as lz
 from layerzero.cli import main
@@ -33,8 +32,7 @@ def test_the_python_blocks_run_as_typed(tmp_path):
     """In one process of its own and in order, as a reader would type them."""
     code = "\n".join(blocks("python"))
     assert len(blocks("python")) >= 2
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=240)
+    done = run_python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("lz.attention -> ")
     assert "flash_attn.v2 was asked for by backend=" in done.stdout

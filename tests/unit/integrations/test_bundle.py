@@ -7,13 +7,11 @@ import io
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import tarfile
 import time
 
 import pytest
-from helpers import Fake, register, rows
+from helpers import Fake, register, rows, run_python
 
 import layerzero as lz
 from layerzero.cli import main
@@ -202,9 +200,8 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
     log.write_text("connecting to postgresql://me:hunter2@db/x\ntoken=hunter2hunter2\nfine\n")
     env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
     out = tmp_path / "b.tar.gz"
-    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out),
-                           "--device", "cpu", "--log",
-                           str(log)], env=env, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "layerzero", "bundle", "--out", out, "--device", "cpu", "--log", log,
+                      env=env)
     assert done.returncode == 0, done.stderr
     content = everything(out)
     assert (b"hunter2" not in content and b"AWS" not in content
@@ -247,9 +244,8 @@ def test_a_policy_that_cannot_be_read_hides_everything(tmp_path):
     env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"),
            "LAYERZERO_POLICY": str(tmp_path / "no.yaml")}
     out = tmp_path / "b.tar.gz"
-    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out),
-                           "--device", "cpu", "--json"],
-                          env=env, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "layerzero", "bundle", "--out", out, "--device", "cpu", "--json",
+                      env=env)
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     assert not manifest["ready"] and "capabilities.json" in manifest["left_out"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -15,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, run_lz
+from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, run_lz, run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
@@ -270,11 +269,8 @@ def environment(**more):
 
 def run(code, *words, **environ):
     """`lz record` of a Python program: the process that ended."""
-    command = [sys.executable, "-c", "from layerzero.cli import main; main()", "record", *words,
-               "--", sys.executable,
-               "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240,
-                          env=environment(**environ))
+    return run_python("-m", "layerzero", "record", *words, "--", sys.executable, "-c",
+                      textwrap.dedent(code), env=environment(**environ))
 
 
 @whole_programs

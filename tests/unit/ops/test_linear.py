@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 from torch.nn import functional as F
 
 import layerzero as lz
@@ -110,9 +109,7 @@ def test_inside_torch_compile():
 def run(code: str, *path: str, timeout: float = 300.0) -> str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((*path, os.environ["PYTHONPATH"])),
            "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], env=env,
-                          capture_output=True,
-                          text=True, timeout=timeout)
+    done = run_python("-c", textwrap.dedent(code), env=env, timeout=timeout)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 

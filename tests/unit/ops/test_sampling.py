@@ -217,7 +217,7 @@ def wide_rows(scale: float, ties: bool) -> Tensor:
     {"temperature": 0.0}, {"top_k": 1}), ids=str)
 def test_on_long_rows_every_kernel_draws_the_same(options: dict[str, Any], scale: float,
                                                   ties: bool) -> None:
-    logits = wide_rows(scale, ties)
+    logits = wide_rows(scale, ties)[-16:]
     for values in ({"logits": logits}, {"logits": logits.softmax(-1), "from_probs": True}):
         if values.get("from_probs") and "temperature" in options:
             continue

@@ -9,14 +9,12 @@ import os
 import signal
 import sqlite3
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from helpers import events_of, python, rows
+from helpers import Program, events_of, python, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import measurement
@@ -250,18 +248,14 @@ for batch in range(batches):
 """
 
 
-def writer(path, who, batches):
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who), str(batches)],
-                            stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+def writer(path, who, batches, stdout):
+    return Program("-c", WRITER, str(path), str(who), str(batches), stdout=stdout, stderr=2)
 
 
 def test_processes_that_write_at_once_lose_nothing(path):
     """All of them begin with a file that is not there."""
-    others = [writer(path, who, 30) for who in range(4)]
-    for other in others:
-        _, stderr = other.communicate(timeout=240)
-        assert other.returncode == 0, stderr
+    others = [writer(path, who, 30, stdout=2) for who in range(4)]
+    assert [other.wait() for other in others] == [0] * 4
     with SqliteStore(path) as store:
         assert {m.sizes for m in store.rows()} == {f"rows={1000 * w + i}" for w in range(4)
                                                    for i in range(300)}
@@ -271,10 +265,14 @@ def test_processes_that_write_at_once_lose_nothing(path):
 
 def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(path):
     for who in range(3):
-        other = writer(path, who, 10**6)
-        lines = [other.stdout.readline() for _ in range(8)]
-        other.send_signal(signal.SIGKILL)
-        lines += other.communicate(timeout=60)[0].splitlines()
+        output, its = os.pipe()
+        other = writer(path, who, 10**6, stdout=its)
+        os.close(its)
+        with open(output) as printed:
+            lines = [printed.readline() for _ in range(8)]
+            os.kill(other.pid, signal.SIGKILL)
+            lines += printed.readlines()
+        assert other.wait() == -signal.SIGKILL
         batches = [int(line) for line in lines if line.strip()]
         with SqliteStore(path) as store:
             lines = store.environments()

@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import Fake, register, run_lz
+from helpers import Fake, register, run_lz, run_python
 
 import layerzero as lz
 from layerzero.backends.native import build
@@ -474,12 +473,11 @@ def test_two_real_ranks_find_each_other_without_a_collective(tmp_path, how, stat
                                 "if True:\n    lz.configure(strict_mode")
     else:
         program = RANKS
-    both = [subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path / "store"),
-                              how], text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    for process in both:
-        out, err = process.communicate(timeout=240)
-        assert f"state {state}" in out, err
+    with ThreadPoolExecutor(2) as threads:
+        both = threads.map(lambda rank: run_python("-c", program, rank, tmp_path / "store", how),
+                           "01")
+    for done in both:
+        assert f"state {state}" in done.stdout, done.stderr
 
 
 # the command
@@ -517,9 +515,8 @@ def test_a_model_is_checked_call_by_call(run):
 
 def command(tmp_path, **environ):
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
-    done = subprocess.run([sys.executable, "-m", "layerzero", "ready", "--device", "cpu", "--json"],
-                          text=True, capture_output=True, timeout=240,
-                          env={**env, "LAYERZERO_CACHE_DIR": str(tmp_path), **environ})
+    done = run_python("-m", "layerzero", "ready", "--device", "cpu", "--json",
+                      env={**env, "LAYERZERO_CACHE_DIR": str(tmp_path), **environ})
     return done.returncode, json.loads(done.stdout), done.stderr
 
 

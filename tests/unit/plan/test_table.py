@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import random_calls
 import torch
-from helpers import Fake, allow_only, events_of, path_of, python, qkv, register, rows
+from helpers import Fake, allow_only, events_of, path_of, qkv, register, rows, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -444,7 +445,7 @@ def test_the_lowered_form_stands_alone(table, tmp_path):
     (tmp_path / "choices.py").write_text(lowering.lower(table))
     row = next(i for i, r in enumerate(table.rows) if r.op == "rms_norm")
     facts = {**dict(table.rows[row].when), "rows": 30, "hidden": 64}
-    out = python(f"""
+    code = f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
         import choices
@@ -452,7 +453,9 @@ def test_the_lowered_form_stands_alone(table, tmp_path):
         print(choices.find("rms_norm", facts), choices.find("rms_norm", {{**facts, "rows": 1000}}),
               choices.find("unheard_of", facts), choices.KERNELS[choices.rms_norm(facts)][0], choices.TABLE,
               any(name.split(".")[0] in ("layerzero", "torch") for name in sys.modules))
-    """)
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
+                         text=True, timeout=240, check=True).stdout.strip()
     assert out == f"{row} -1 -1 {table.rows[row].kernel} {table.id} False"
     assert "import" not in [line.split()[0] for line in lowering.lower(table).splitlines()
                             if line[:1].isalpha()]
@@ -662,10 +665,8 @@ def test_the_benchmark_runs_and_writes_what_it_promises(tmp_path):
     out = tmp_path / "tables.json"
     root = Path(__file__).parents[3]
     words = ["--quick", "--device", "cpu", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(root / "benchmarks" / "tables.py"), *words],
-                          capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "PYTHONPATH": str(root / "src"),
-                               "OMP_NUM_THREADS": "1"})
+    done = run_python(root / "benchmarks" / "tables.py", *words,
+                      env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(out.read_text())
     assert set(data["parts"]) == {"lookup", "kernel", "model", "a kernel that does nothing"}

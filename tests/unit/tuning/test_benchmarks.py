@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 ROOT = Path(__file__).parents[3]
 
 
 def run(out: Path, **environment: str) -> tuple[dict, str]:
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--quick", "--device", "cpu",
-         "--out", str(out)],
+    done = run_python(
+        ROOT / "benchmarks" / "dispatch.py", "--quick", "--device", "cpu", "--out", out,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
-             **environment},
-        capture_output=True, text=True, timeout=240, check=False)
+             **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout
 
@@ -102,21 +100,17 @@ def test_a_wrong_answer_stops_the_race():
     code = ("import torch\nfrom timing import Contestant, race\n"
             "race([Contestant('wrong', 'out = x + 1', {'x': torch.zeros(2)}, "
             "expect=torch.zeros(2))], 1, 1)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks",
-                          capture_output=True, text=True,
-                          timeout=240)
+    done = run_python("-c", code, cwd=ROOT / "benchmarks")
     assert done.returncode != 0 and "wrong computes something else" in done.stderr
 
 
 def test_operations_are_timed_against_the_formula_and_torch(tmp_path):
     pytest.importorskip("rich")
     out = tmp_path / "deeper" / "ops.json"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--quick", "--op",
-         "rms_norm,dequantize,moe_gate", "--dtype", "float32,bfloat16", "--threads", "1", "--json",
-         str(out)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-        timeout=240, check=False)
+    done = run_python(
+        ROOT / "benchmarks" / "ops.py", "--quick", "--op", "rms_norm,dequantize,moe_gate",
+        "--dtype", "float32,bfloat16", "--threads", "1", "--json", out,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(out.read_text())
     assert data["quick"] is True and data["environment"]["cores"] >= 1 and data["verdict"]
@@ -132,17 +126,14 @@ def test_operations_are_timed_against_the_formula_and_torch(tmp_path):
 
 
 def test_an_unknown_operation_is_named():
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--op", "rms_nrom"],
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True,
-                          text=True, timeout=240, check=False)
+    done = run_python(ROOT / "benchmarks" / "ops.py", "--op", "rms_nrom",
+                      env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
     assert done.returncode != 0 and "rms_nrom" in done.stderr and "rms_norm" in done.stderr
 
 
 def test_every_operation_on_tensors_has_a_shape():
     code = ("from shapes import SHAPES\nfrom layerzero.ops import CATALOG\n"
             "print(set(CATALOG) - {s.op for s in SHAPES})\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks",
-                          capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=240,
-                          check=True)
+    done = run_python("-c", code, cwd=ROOT / "benchmarks",
+                      env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
     assert set(eval(done.stdout)) == {"tokenize", "detokenize"}

@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 
 import layerzero as lz
 from layerzero.dispatch.binding import bind
@@ -36,8 +35,7 @@ SOURCES = Path(lz.__file__).parents[1]
 
 def process(code: str) -> str:
     """The last line that another process prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(SOURCES)})
+    done = run_python("-c", code, timeout=300, env={**os.environ, "PYTHONPATH": str(SOURCES)})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, register, run_lz
+from helpers import RMS_NORM, Fake, register, run_lz, run_python
 
 import layerzero as lz
 from layerzero.spec.errors import DataError, RegistrationError
@@ -726,10 +724,8 @@ def test_written_tests_pass_and_can_fail(tmp_path):
     wrong = replace(NORM, name="wrong",
                     reference=NORM.reference.replace(".bfloat16()", ".bfloat16() * 2"))
     write_tests(tmp_path, [*ALL.values(), wrong], {"rope_pairs_d16_r8": 1})
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                           "--rootdir", str(tmp_path), "-rf", "-m", "not slow", str(tmp_path)],
-                          capture_output=True, text=True, timeout=240,
-                          cwd=tmp_path)
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, "-rf",
+                      "-m", "not slow", tmp_path, cwd=tmp_path)
     failed = {line.partition("::test_")[0] for line in done.stdout.splitlines()
               if line.startswith("FAILED")}
     assert failed == {"FAILED test_rmsnorm.py::Test_wrong"}, done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from datetime import datetime, timedelta, timezone
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import run_python
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -243,7 +243,7 @@ def test_yaml_is_imported_only_to_read_a_file():
     code = ("import sys, layerzero.world.config as c; c.environment_layer({}); assert 'yaml' not "
             "in sys.modules")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=240).returncode == 0
+    assert run_python("-c", code, env=env).returncode == 0
 
 
 def test_time_boxed_rules(load):

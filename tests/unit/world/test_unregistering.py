@@ -5,7 +5,6 @@ after it.
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, allow_only, health_of, normalized, register, rows
+from helpers import RMS_NORM, Fake, allow_only, health_of, normalized, register, rows, run_python
 
 import layerzero as lz
 from layerzero.dispatch import wrapping
@@ -135,9 +134,7 @@ def test_a_call_that_began_before_holds_nothing_against_a_kernel_that_is_gone():
 def test_an_op_is_freed_with_its_kernels():
     if "torch._dynamo" in sys.modules:         # which keeps the functions of operations it has seen
         alone = f"{__file__}::test_an_op_is_freed_with_its_kernels"
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                               alone],
-                              capture_output=True, text=True, timeout=200)
+        done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", alone)
         assert done.returncode == 0, done.stdout[-3000:]
         return
     op = replace(RMS_NORM, name="scaled_for_test")

@@ -120,7 +120,7 @@ def test_one_kernel_that_breaks_does_not_stop_the_others(own_cache, monkeypatch)
         raise KeyError("key_cache")
 
     good = worlds.current().catalog.by_id["torch.alibi"]
-    monkeypatch.setattr("layerzero.verify.certification.certify._many_call_checks", broken)
+    monkeypatch.setattr("layerzero.verify.certification.checks._many_call_checks", broken)
     verdicts = list(certify_all([Kernel("fake.raises", RMS_NORM, _raise), good]))
     assert [v.kernel for v in verdicts] == ["fake.raises", "torch.alibi"]
     assert all(v.status == "failed" and "fault" in v.failures[0].kinds for v in verdicts)

@@ -22,10 +22,11 @@ from ..kernel.contract import (
     call,
     case_values,
     check_case,
-    formula,
+    eager_results,
     refusals,
 )
 from ..kernel.guarded import with_layout
+from ..kernel.shared import fingerprint
 
 FLOATS, INTEGERS = (-0.7, 0.013, 30.0), (0, 1, 1500)
 # What a decode step changes in place, while the tensors beside it stay.
@@ -98,7 +99,7 @@ class ChangedInPart(Circumstance):
         self.tensor, self.name = tensor, f"the end of {tensor} changed since a call"
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         t = values[self.tensor]
         if not isinstance(t, Tensor) or t.numel() < 2 or 0 in t.stride() or t.is_inference():
             return None
@@ -181,7 +182,7 @@ def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         with torch.no_grad():
-            results = formula(op, allowed)
+            results = eager_results(op, allowed, fingerprint(allowed))
     except FAULTS:
         return None
     floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()

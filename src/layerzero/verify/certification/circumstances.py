@@ -9,7 +9,7 @@ that exceed 32 bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +28,15 @@ from ..kernel.contract import (
     call,
     case_values,
     check_case,
+    eager_results,
+    exact_results,
     refusals,
     results_of,
     upcast,
 )
 from ..kernel.guarded import LAYOUTS, with_distant_rows, with_layout
 from ..kernel.judging import judge_result
+from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
 
 
@@ -143,17 +146,18 @@ class ChangedInPlace(Circumstance):
     name = "changed in place after a call"
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         tensors = {n: t for n, t in values.items() if isinstance(t, Tensor)}
-        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape
+        others = other()
+        if any(not isinstance(others[n], Tensor) or others[n].shape != t.shape
                or (0 in t.stride() and t.numel() > 1)
                for n, t in tensors.items()):
             return None
         for _ in range(2):
             call(kernel, values)
         for name, t in tensors.items():
-            t.copy_(other[name])
-        return {**other, **tensors}
+            t.copy_(others[name])
+        return {**others, **tensors}
 
 
 class AfterAnotherCall(Circumstance):
@@ -162,8 +166,8 @@ class AfterAnotherCall(Circumstance):
     name = "after another call"
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
-        call(kernel, other)
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        call(kernel, other())
         return values
 
 
@@ -184,7 +188,7 @@ class InferenceMode(Circumstance):
     name = "in inference mode"
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         by_id: dict[int, Tensor] = {}          # inference tensors, as activations are
         return {n: by_id.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype,
                                                                device=v.device)
@@ -242,18 +246,19 @@ class ReusedMemory(Circumstance):
     name = "at the addresses of earlier tensors"
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        others = other()
         plain = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.is_contiguous()
-                 and t.numel() and t.device.type == "cpu" and isinstance(other[n], Tensor)
-                 and other[n].shape == t.shape and other[n].dtype == t.dtype}
+                 and t.numel() and t.device.type == "cpu" and isinstance(others[n], Tensor)
+                 and others[n].shape == t.shape and others[n].dtype == t.dtype}
         if not plain:
             return None
         memory = {n: (bytearray(t.nbytes + 64), t.dtype, t.shape) for n, t in plain.items()}
-        if any(not isinstance(values[n], Tensor) or other[n].shape != values[n].shape
-               for n in values if isinstance(other[n], Tensor)):
+        if any(not isinstance(values[n], Tensor) or others[n].shape != values[n].shape
+               for n in values if isinstance(others[n], Tensor)):
             return None
         for _ in range(2):                     # the tensors of these calls are gone afterwards
-            call(kernel, {**other, **{n: _placed(memory[n], other[n]) for n in plain}})
+            call(kernel, {**others, **{n: _placed(memory[n], others[n]) for n in plain}})
         return {**values, **{n: _placed(memory[n], t) for n, t in plain.items()}}
 
 
@@ -395,8 +400,8 @@ def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
                           seed=seed, kinds=("threads",))
     for i, (values, runs) in enumerate(zip(inputs, results)):
         with torch.no_grad():
-            truth, eager = results_of(op.reference(**upcast(values))), results_of(
-                op.reference(**values))
+            key = fingerprint(values)
+            truth, eager = exact_results(op, values, key), eager_results(op, values, key)
         if not op.tensors:
             complaints = [f"{r!r:.200} instead of {eager!r:.200}" for r in runs if r != eager]
         else:

@@ -11,6 +11,7 @@ from ...spec.kernel import Kernel
 from ..kernel.cases import numbers_of
 from ..kernel.contract import CaseResult
 from ..kernel.pairs import argument_levels, pair_cases
+from .calls import LEFT_OUT
 
 SHOWN = 6                                      # of each list
 
@@ -47,6 +48,7 @@ def measure_coverage(kernel: Kernel, device: str, lane: str, seeds: Sequence[int
                for value in values if not any(r.case.get(name, values[0]) == value for r in ran)]
     if untried:
         missing.append(f"arguments no accepted case has: {_listed(untried)}")
+    missing += [f"{r.circumstance}: {r.detail}" for r in ran if LEFT_OUT in r.detail]
     tried = {r.circumstance for r in ran}
     skipped = list(dict.fromkeys(r.circumstance for r in results if r.reasons
                                  and r.circumstance and r.circumstance not in tried))

@@ -19,7 +19,14 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.errors import InvalidCall
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..kernel.contract import CaseResult, call, case_values, refusals, results_of
+from ..kernel.contract import (
+    CaseResult,
+    call,
+    case_refusals,
+    case_values,
+    refusals,
+    results_of,
+)
 
 Part = tuple[int, int, int]                    # from and to, in units of so many parts of the whole
 SIZES = ("batch", "tp")
@@ -63,10 +70,10 @@ def check_invariance(kernel: Kernel, case: Mapping[str, Any], dtype: str, to: st
                      device: str = "cpu", seed: int = 0) -> CaseResult:
     """Check one case for changed bits."""
     name = f"parts of a {'batch' if to == 'batch' else 'tensor-parallel layer'}"
-    values = case_values(kernel.op, case, dtype, device, seed)
-    reasons = refusals(kernel, values)
+    reasons = case_refusals(kernel, case, dtype, device, seed)
     if reasons:
         return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)
+    values = case_values(kernel.op, case, dtype, device, seed)
     try:
         with torch.no_grad():
             problem = next(changed_bits(kernel, values, to), "")

@@ -31,7 +31,8 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.rules.expr import parse
-from .contract import case_values, formula
+from .contract import case_contents, case_values, case_values_to_read, eager_results
+from .shared import compute_once, fingerprint
 
 Case = Mapping[str, Any]
 
@@ -104,13 +105,17 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
         return any(next(kernel.reasons({**facts, **device}), None) is None for device in devices)
 
     op = kernel.op
-    known = {dtype: known_cases(op, lane, seed, dtype) for dtype in op.dtypes}
-    accepted = [(dtype, *row) for dtype, rows in known.items() for row in rows if takes(row[2])]
-    missing = set(unrestricted_arguments(kernel)).difference(
-        *(given for _, _, given, _ in accepted))
+    missing = set(unrestricted_arguments(kernel))
+    accepted: list[tuple[str, Case, frozenset[str], Mapping[str, Any]]] = []
+    for dtype in op.dtypes:
+        accepted += [(dtype, *row) for row in known_cases(op, lane, seed, dtype) if takes(row[2])]
+        missing = missing.difference(*(given for _, _, given, _ in accepted))
+        if not missing:                        # the cases of another dtype need not be generated
+            return [], missing
     chosen: list[ArgumentCase] = []
     for name in sorted(missing) if accepted else ():
-        donors = [(case, given) for case, given, _ in known[op.dtypes[0]] if name in given][:4]
+        donors = [(case, given) for case, given, _ in known_cases(op, lane, seed, op.dtypes[0])
+                  if name in given][:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
             nearest = sorted(accepted, key=lambda row: -len(row[2] & donor_given))[:6]  # type: ignore[misc]
@@ -147,9 +152,9 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
 def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
     """Does the result change without the argument?"""
     try:
-        with_it, without_it = formula(op,
-                                      values), formula(op,
-                                                       {**values, name: op.by_name[name].default})
+        with_it, without_it = (
+            eager_results(op, v, fingerprint(v))
+            for v in (values, {**values, name: op.by_name[name].default}))
     except FAULTS:                             # the call is invalid without it
         return True
     if len(with_it) != len(without_it):
@@ -162,7 +167,7 @@ def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
 def known_cases(op: Op, lane: str, seed: int,
                 dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
     """Returns every case of a lane with its given arguments and its facts."""
-    cases = ((case, case_values(op, case, dtype)) for case in cases_for(op, lane, seed))
+    cases = ((case, case_values_to_read(op, case, dtype)) for case in cases_for(op, lane, seed))
     return tuple((case, given_arguments(op, values), read(op, values)) for case, values in cases)
 
 
@@ -185,10 +190,23 @@ def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
             return None
         if op.extra_check is not None:
             op.extra_check(values, facts)
-        op.reference(**values)
+        eager_results(op, values, fingerprint(values))
     except FAULTS:                             # an invalid call may raise anything
         return None
     return values
+
+
+def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:
+    """Returns the case with the sizes that it does not name at most so large; itself where they are
+    or where that is no call."""
+    def smaller() -> Case:
+        sizes = {n: most if type(d) is int else tuple(min(i, most) for i in d)
+                 for n, d in numbers_of(op).items() if n not in (*op.by_name, *case)
+                 and (d if type(d) is int else max(d)) > most}
+        return {**case, **sizes} if sizes and is_accepted(op, {**case, **sizes}, None) else case
+
+    chosen: Case = compute_once(op, ("small sizes", repr(case), most), smaller)
+    return chosen
 
 
 def small_stress(op: Op) -> list[Case]:
@@ -255,7 +273,7 @@ def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            values = case_values(op, case, op.dtypes[0])
+            values = case_values_to_read(op, case, op.dtypes[0])
             facts = read(op, values)
             if any(rule.check(facts) is not None for rule in op.requires):
                 return False
@@ -263,7 +281,7 @@ def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
                 return False
             if op.extra_check is not None:
                 op.extra_check(values, facts)
-            op.reference(**values)
+            eager_results(op, values, case_contents(case, op.dtypes[0]))
         except FAULTS:                         # an invalid combination may raise anything
             return False
     return True
@@ -273,7 +291,7 @@ def relative_cost(op: Op, case: Case) -> float | None:
     """Returns the cost of a case in FLOPs, by its tensors where they say more; None where it is no
     call."""
     try:
-        values = case_values(op, case, op.dtypes[0])
+        values = case_values_to_read(op, case, op.dtypes[0])
         return _cost(op, read(op, values), values)
     except FAULTS:                             # an invalid combination may raise anything
         return None
@@ -286,9 +304,18 @@ def is_degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
 
 def _cost(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any]) -> float:
     elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
+    return max(_flops(op, facts), elements / MAX_ELEMENTS * MAX_FLOPS)
+
+
+def _flops(op: Op, facts: Mapping[str, Any]) -> float:
     names = parse(op.flops).names
-    flops = float(parse(op.flops)(facts)) if all(facts.get(n) is not None for n in names) else 0.0
-    return max(flops, elements / MAX_ELEMENTS * MAX_FLOPS)
+    return float(parse(op.flops)(facts)) if all(facts.get(n) is not None for n in names) else 0.0
+
+
+def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
+    """Is it more arithmetic than that, by default than a case of a sweep may be?"""
+    return bool(flops < compute_once(op, ("flops", repr(case)), lambda: _flops(
+        op, read(op, case_values_to_read(op, case, op.dtypes[0])))))
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:

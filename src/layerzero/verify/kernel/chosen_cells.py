@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...spec.op import Op
-from .contract import case_values
+from .contract import case_values_to_read
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 
@@ -20,7 +20,7 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
     left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
-        values = case_values(op, cell[0], cell[1], device)
+        values = case_values_to_read(op, cell[0], cell[1], device)
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
@@ -37,7 +37,7 @@ def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
              device: str) -> Mapping[str, Any]:
     """Returns the case with the most rows that is not large."""
     def rows(case: Mapping[str, Any]) -> int:
-        main = case_values(op, case, dtype, device).get(op.main_tensor)
+        main = case_values_to_read(op, case, dtype, device).get(op.main_tensor)
         if not isinstance(main, Tensor) or not main.numel() or main.numel() > 1 << 16:
             return 0
         return main.numel() // main.shape[-1] if main.dim() else 1
@@ -48,7 +48,7 @@ def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
 def smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
     """Returns the smallest cell with more than a few elements of its main tensor."""
     def size(cell: Cell) -> int:
-        values = case_values(op, cell[0], cell[1], device)
+        values = case_values_to_read(op, cell[0], cell[1], device)
         elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
         return elements if values[op.main_tensor].numel() > 1 else 1 << 40
 

@@ -29,11 +29,12 @@ changed in place after an earlier call, under autocast.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from torch import Tensor
 from ...dispatch.binding import bind
 from ...dispatch.facts import read
 from ...machine import hardware, loading
-from ...machine.faults import FAULTS, classify, reason_of
+from ...machine.faults import FAULTS, classify, reason_of, sdpa_backends
 from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.plan import Transform
@@ -51,7 +52,14 @@ from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
 from .judging import Judgement, judge_result, largest, without_nan
 from .process_state import COMPILING, ONCE, process_state, put_back
-from .results import Complaint, find_aliasing, find_foreign_memory, find_wrong_shapes
+from .results import (
+    Complaint,
+    find_aliasing,
+    find_foreign_memory,
+    find_wrong_shapes,
+    storage_address,
+)
+from .shared import compute_once, fingerprint, values_once
 
 JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
 FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
@@ -74,6 +82,7 @@ class CaseResult:
     circumstance: str = ""
     seed: int = 0
     kinds: tuple[str, ...] = ()                # of the complaints
+    seconds: float = field(default=0.0, compare=False)     # of CPU time in the kernel's runs
 
     @property
     def passed(self) -> bool:
@@ -91,6 +100,26 @@ class CaseResult:
 def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                 seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case, every parameter of the op by name."""
+    return values_once(op, case_contents(case, dtype, device, seed),
+                       partial(_generate, op, case, dtype, device, seed))
+
+
+def case_contents(case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                  seed: int = 0) -> tuple[Any, ...]:
+    """Returns a key for the values of a case as nobody has changed them."""
+    return "case", repr(case), dtype, device, seed
+
+
+def case_values_to_read(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                        seed: int = 0) -> dict[str, Any]:
+    """Returns the arguments of a case for one who asks what they are: others get the same tensors,
+    so they must not be changed or given to a kernel."""
+    return values_once(op, case_contents(case, dtype, device, seed),
+                       partial(_generate, op, case, dtype, device, seed), to_read=True)
+
+
+def _generate(op: Op, case: Mapping[str, Any], dtype: str, device: str,
+              seed: int) -> dict[str, Any]:
     inputs = op.inputs(**case, dtype=getattr(torch, dtype), device=device, seed=seed)
     return {p.name: inputs.get(p.name, p.default) for p in op.params}
 
@@ -101,7 +130,23 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
     unavailable = loading.availability(kernel)
     if unavailable is not None:
         return (unavailable,)
-    facts = read(kernel.op, values)
+    return _broken_rules(kernel, read(kernel.op, values))
+
+
+def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                  seed: int = 0) -> tuple[Reason, ...]:
+    """Returns why selection would reject the kernel for a case, by facts that are read once."""
+    unavailable = loading.availability(kernel)
+    if unavailable is not None:
+        return (unavailable,)
+    op = kernel.op
+    key = ("facts", repr(case), dtype, device, seed, torch.are_deterministic_algorithms_enabled(),
+           sdpa_backends() if op.sdpa_switches else None)
+    return _broken_rules(kernel, compute_once(
+        op, key, lambda: read(op, case_values_to_read(op, case, dtype, device, seed))))
+
+
+def _broken_rules(kernel: Kernel, facts: Mapping[str, Any]) -> tuple[Reason, ...]:
     facts = {**hardware.probe(facts["device"]).facts(), **facts}
     return tuple(kernel.op.reasons((*kernel.op.requires, *kernel.requires), facts))
 
@@ -131,6 +176,30 @@ def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
     return results_of(op.reference(**with_own_generators(values)))
 
 
+def eager_results(op: Op, values: Mapping[str, Any], key: Hashable | None) -> tuple[Any, ...]:
+    """Returns the formula's results at the dtype of the call, computed once where there is a key,
+    which only such values may have."""
+    return _results_once(op, values, values, key and ("eager", key))
+
+
+def exact_results(op: Op, values: Mapping[str, Any], key: Hashable | None) -> tuple[Any, ...]:
+    """Returns the formula's results in float64, computed once where there is a key."""
+    return _results_once(op, values, upcast(values), key and ("exact", key))
+
+
+def _results_once(op: Op, values: Mapping[str, Any], arguments: Mapping[str, Any],
+                  key: Hashable | None) -> tuple[Any, ...]:
+    inputs = {storage_address(v) for v in values.values() if isinstance(v, Tensor)}
+
+    def compute() -> tuple[Any, ...]:
+        with torch.no_grad():
+            return tuple(r.clone() if isinstance(r, Tensor) and storage_address(r) in inputs
+                         else r for r in formula(op, arguments))
+
+    results: tuple[Any, ...] = compute_once(op, key, compute)
+    return results
+
+
 @lru_cache(maxsize=None)
 def load_once(kernel: Kernel) -> Callable[..., Any] | Direct:
     """Loads a kernel once: one that compiles on first use must not do so for every case."""
@@ -149,9 +218,9 @@ class Circumstance:
         return values
 
     def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Runs before the calls that are judged. `other`: values of the same case from another
-        seed."""
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Runs before the calls that are judged. `other`: gives values of the same case from
+        another seed."""
         return values
 
     def around(self, device: str) -> Any:
@@ -173,8 +242,14 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
                errors: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> CaseResult:
         return CaseResult(kernel.id, case, dtype, status, reasons, *errors, detail or "; ".join(
             c.text for c in complaints), circumstance.name, seed,
-                          tuple(dict.fromkeys(c.kind for c in complaints)))
+                          tuple(dict.fromkeys(c.kind for c in complaints)), seconds)
 
+    seconds = 0.0
+    # what it refuses need not be generated
+    reasons = (case_refusals(kernel, case, dtype, device, seed) if circumstance is AS_DECLARED
+               else ())
+    if reasons:
+        return result("skipped", reasons)
     changed_values = circumstance.alter(op, case_values(op, case, dtype, device, seed))
     if changed_values is None:
         return result("skipped", detail="does not apply")
@@ -182,18 +257,20 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if (not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad
                                           for v in values.values())):
         return result("skipped", detail="declares no backward")
-    reasons = refusals(kernel, values)
+    reasons = () if circumstance is AS_DECLARED else refusals(kernel, values)
     if reasons:
         return result("skipped", reasons)
     try:
         with warnings.catch_warnings(), torch.no_grad(), circumstance.around(device):
             warnings.filterwarnings("ignore",
                                     message=".*does not have a deterministic implementation.*")
-            prepared = circumstance.before(kernel, values,
-                                           case_values(op, case, dtype, device, seed + 1))
+            prepared = circumstance.before(kernel, values, partial(
+                case_values, op, case, dtype, device, seed + 1))
             if prepared is None:
                 return result("skipped", detail="does not apply")
+            began = time.process_time()
             outcome = _runs(kernel, prepared, device, circumstance.runs)
+            seconds = time.process_time() - began
     except loading.LoadFailed as e:
         return result("skipped", (e.reason,))
     except FAULTS as e:
@@ -204,10 +281,10 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = outcome.results[:2]
     with torch.no_grad():
-        # after a kernel that changed its inputs the formula's results are no one else's
-        key = ((op.name, repr(case), dtype, device, seed)
-               if circumstance is AS_DECLARED and not complaints else None)
-        exact, eager = _expected(op, values, key)
+        # after a kernel that changed its inputs they are not those of the case
+        key = (case_contents(case, dtype, device, seed)
+               if circumstance is AS_DECLARED and not complaints else fingerprint(values))
+        exact, eager = exact_results(op, values, key), eager_results(op, values, key)
         declared = results_of(op.meta(**values))
     complaints += [*find_wrong_shapes(first, declared), *find_aliasing(outcome.results, values)]
     if any(c.kind != "global state" for c in complaints):
@@ -237,26 +314,6 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     notes = "; ".join(n for j in judgements for n in j.notes)
     return (result("failed", (), complaints, "", errors) if complaints
             else result("passed", (), (), notes, errors))
-
-
-_EXPECTED: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
-_EXPECTED_BYTES = 1 << 28                      # kept; the kernels of an op follow each other
-
-
-def _expected(op: Op, values: Mapping[str, Any],
-              key: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the formula's results in float64 and at the dtype of the call. Those of plain cases
-    are kept for the next kernel of the op, whose inputs are the same."""
-    cached = _EXPECTED.get(key) if key is not None else None
-    if cached is not None:
-        return cached
-    results = formula(op, upcast(values)), formula(op, values)
-    size = sum(t.nbytes for side in results for t in side if isinstance(t, Tensor))
-    if key is not None and size < _EXPECTED_BYTES // 64:
-        if len(_EXPECTED) >= 2048:
-            _EXPECTED.clear()
-        _EXPECTED[key] = results
-    return results
 
 
 def may_be_chance(results: Sequence[Any], ratio: float) -> bool:

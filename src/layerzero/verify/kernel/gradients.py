@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from .error_budget import UNITS
 from .guarded import find_changes, snapshot, with_layout
 from .judging import judge_result
 from .results import Complaint
+from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
@@ -106,14 +107,22 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     before = snapshot(values)
     try:
         results = results_of(call(kernel, values))
-        eager_results = formula(op, values)
-        lost = [i for i, (r, e) in enumerate(zip(results, eager_results))
-                if e.requires_grad and e.numel() and not r.requires_grad]
-        if lost:
-            return result("failed",
-                          [Complaint("gradient", f"the gradient of result {i} is silently lost")
-                                     for i in lost])
         output_grads = _output_grads(results, summed)
+    except loading.LoadFailed as e:
+        return result("skipped", (), (e.reason,))
+    except FAULTS as e:
+        return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
+    contents = fingerprint(values)
+    expected: ExpectedGradients = compute_once(
+        op, contents and ("gradients", contents, _wanting(values), summed,
+                          tuple((r.shape, r.dtype) for r in results)),
+        lambda: _expected_gradients(op, values, output_grads))
+    lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
+            if expected.recorded[i] and e.numel() and not r.requires_grad]
+    if lost:
+        return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently "
+                                                       "lost") for i in lost])
+    try:
         if summed:
             with ThreadPoolExecutor(1) as pool:
                 runs = [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 3)]
@@ -125,28 +134,20 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
     complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
-    # those alone: a cache of one byte an element has no gradient, its upcast copy would
-    wide_values = {n: v.detach().requires_grad_(values[n].requires_grad)
-                   if isinstance(v, Tensor) and v.is_floating_point() else v
-                   for n, v in upcast(values).items()}
-    exact_results = formula(op, wide_values)
-    exact_grads = _backward(wide_values, exact_results,
-                            [w if w is None else w.double() for w in output_grads])
-    eager_grads = _backward(values, eager_results, output_grads)
     worst: Errors = (0.0, 0.0, 0.0)
-    compared = (results, results, exact_results, eager_results)
-    for i, four_results in enumerate(zip(*(map(_detached, r) for r in compared))):
+    compared = ([r.detach() for r in results],) * 2
+    for i, four_results in enumerate(zip(*compared, expected.exact, expected.eager)):
         forward = judge_result(op, dtype, f"result {i}", *four_results)
         complaints += forward.complaints
         worst = max(worst, (forward.error, forward.eager_error, forward.ratio), key=lambda e: e[2])
     for got, suffix in zip(runs[1:], ("", ", given one with gaps,")):
-        gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got, exact_grads,
-                                                       eager_grads, values,
-                                                       sum(r.numel() for r in results))
+        gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got,
+                                                       expected.exact_grads, expected.eager_grads,
+                                                       values, sum(r.numel() for r in results))
         complaints += gradient_complaints
         worst = max(worst, errors, key=lambda e: e[2])
     if (kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n])
-                                              for n in exact_grads)):
+                                              for n in expected.exact_grads)):
         complaints.append(Complaint("non-determinism", "two backward passes differ"))
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
@@ -156,6 +157,38 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))
     return result("failed" if complaints else "passed", complaints, (), "", worst)
+
+
+class ExpectedGradients(NamedTuple):
+    """What the formula gives for a case, in float64 and at the dtype of the call."""
+
+    exact: list[Tensor]
+    eager: list[Tensor]
+    recorded: list[bool]                       # of each result: has the eager one a gradient?
+    exact_grads: dict[str, Tensor]
+    eager_grads: dict[str, Tensor]
+
+
+def _expected_gradients(op: Op, values: Mapping[str, Any],
+                        output_grads: Sequence[Tensor | None]) -> ExpectedGradients:
+    # those alone: a cache of one byte an element has no gradient, its upcast copy would
+    wide_values = {n: v.detach().requires_grad_(values[n].requires_grad)
+                   if isinstance(v, Tensor) and v.is_floating_point() else v
+                   for n, v in upcast(values).items()}
+    eager, exact = formula(op, values), formula(op, wide_values)
+    wide_grads = [w if w is None else w.double() for w in output_grads]
+    grads = (_backward(wide_values, exact, wide_grads, keep=False),
+             _backward(values, eager, output_grads, keep=False))
+    # copies: a result may be an input, a gradient the one that the kernel gets
+    return ExpectedGradients([r.detach().clone() for r in exact],
+                             [r.detach().clone() for r in eager],
+                             [r.requires_grad for r in eager],
+                             *({n: g.clone() for n, g in side.items()} for side in grads))
+
+
+def _wanting(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the tensors that want a gradient."""
+    return tuple(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
 
 
 def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
@@ -206,16 +239,11 @@ def _with_gaps(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],
-              output_grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    inputs = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+              output_grads: Sequence[Tensor | None], keep: bool = True) -> dict[str, Tensor]:
+    inputs = {n: values[n] for n in _wanting(values)}
     pairs = [(r, w) for r, w in zip(results, output_grads) if w is not None and r.requires_grad]
     if not pairs:
         return {n: torch.zeros_like(v) for n, v in inputs.items()}
     grads = torch.autograd.grad([r for r, _ in pairs], list(inputs.values()), [w for _, w in pairs],
-                                allow_unused=True,
-                                retain_graph=True)
+                                allow_unused=True, retain_graph=keep)
     return {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(inputs.items(), grads)}
-
-
-def _detached(t: Tensor) -> Tensor:
-    return t.detach()

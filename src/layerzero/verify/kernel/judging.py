@@ -57,8 +57,12 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             f"{name}{when}: differs from the formula at {worst_indices(first, eager)}")
                                for when in wrong))
     finite = truth.isfinite()
+    chosen = None if bool(finite.all()) else finite    # a mask costs more than all else here
     rtol, atol = op.tolerance.of(dtype)
-    eager_error, size = _error(eager, truth, finite), largest(truth[finite].abs())
+    want, eager_gap = _masked(truth, chosen), _gap(eager, truth, chosen)
+    gaps = [_gap(first, truth, chosen)]
+    gaps += gaps if torch.equal(first, second) else [_gap(second, truth, chosen)]
+    eager_error, size = _largest_or_inf(eager_gap), largest(want.abs())
     bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
     wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
     if dtype == "float32" or wider:            # another order of a long sum is no mistake
@@ -66,10 +70,11 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
     if dtype == "float64":
         bound = atol + rtol * size
     if budget is not None:                     # of all together: as kernels compute, in float32
-        bound += ROUNDINGS * largest(budget[finite]) * UNITS["float32"] / UNITS[dtype]
-    error = max(_error(first, truth, finite), _error(second, truth, finite))
+        bound += ROUNDINGS * largest(_masked(budget, chosen)) * UNITS["float32"] / UNITS[dtype]
+    error = max(map(_largest_or_inf, gaps))
     complaints, notes = [], []
-    for out, when in ((first, ""), (second, " over poisoned memory")):
+    for out, when in (((first, ""), (second, " over poisoned memory"))
+                      if chosen is not None or not math.isfinite(error) else ()):
         bad = (out.double() != truth) & ~finite | ~out.isfinite() & finite
         bad &= ~(truth.isnan() & out.isnan())
         if bad.any():
@@ -84,9 +89,11 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     ratio = error / bound if bound else float(error > 0)
     spare = 0.0 if budget is None else budget * (ROUNDINGS if dtype == "float32" else 1.0)
-    outside = _outside(first, truth, finite, rtol, atol, spare)
+    limit = atol + rtol * want.abs() + (_masked(spare, chosen) if isinstance(spare, Tensor)
+                                        else spare)
+    outside = _outside(gaps[0], limit)
     if not complaints and even and outside > 1:
-        eager_outside = _outside(eager, truth, finite, rtol, atol, spare)
+        eager_outside = _outside(eager_gap, limit)
         if eager_outside > 1 or outside <= op.tolerance.times_eager * eager_outside:
             notes.append(
                 f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager "
@@ -96,41 +103,46 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             complaints.append(Complaint(
                 "error", f"{name}: {outside:.2g} times rtol {rtol:g}, atol {atol:g}, worst at "
                 f"{worst_indices(first, truth)}; the eager formula {eager_outside:.2g} times"))
-    typical = _typical_ratio(first, truth, eager, finite) if even and not complaints else 0.0
+    typical = _typical_ratio(first, gaps[0], want, eager_gap) if even and not complaints else 0.0
     if typical > 1:
         ratio = max(ratio, typical)
-        limit = TIMES_TYPICAL if first.device.type == "cpu" else TIMES_TYPICAL_GPU
+        times = TIMES_TYPICAL if first.device.type == "cpu" else TIMES_TYPICAL_GPU
         complaints.append(Complaint(
-            "error", f"{name}: errors are on average {typical * limit:.2g} times those of the "
-            f"eager formula, allowed {limit:g}; worst at {worst_indices(first, truth)}"))
+            "error", f"{name}: errors are on average {typical * times:.2g} times those of the "
+            f"eager formula, allowed {times:g}; worst at {worst_indices(first, truth)}"))
     return Judgement(error, eager_error, ratio, tuple(complaints), tuple(notes))
 
 
-def _typical_ratio(out: Tensor, truth: Tensor, eager: Tensor, finite: Tensor) -> float:
+def _typical_ratio(out: Tensor, gap: Tensor, want: Tensor, eager_gap: Tensor) -> float:
     """Returns the root mean square of the errors over what is allowed; 0 where it says nothing."""
-    if out.dtype.itemsize != 2 or int(finite.sum()) < TYPICAL_ELEMENTS:
+    if out.dtype.itemsize != 2 or want.numel() < TYPICAL_ELEMENTS:
         return 0.0
-    info, want = torch.finfo(out.dtype), truth[finite]
+    info = torch.finfo(out.dtype)
 
     def spread(t: Tensor) -> float:
         return float(t.double().square().mean().sqrt())
 
     # a result that is rounded once is off by 0.2 of eps or so
     least = max(0.2 * info.eps * spread(want), info.smallest_normal)
-    limit = TIMES_TYPICAL if out.device.type == "cpu" else TIMES_TYPICAL_GPU
-    return spread(out[finite].double() - want) / (
-        limit * max(spread(eager[finite].double() - want), least))
+    times = TIMES_TYPICAL if out.device.type == "cpu" else TIMES_TYPICAL_GPU
+    return spread(gap) / (times * max(spread(eager_gap), least))
 
 
-def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
-    gap = (out.double() - truth).abs()[finite]
-    return math.inf if gap.isnan().any() else largest(gap)
+def _masked(t: Tensor, chosen: Tensor | None) -> Tensor:
+    return t if chosen is None else t[chosen]
 
 
-def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float,
-             spare: Tensor | float) -> float:
-    """Returns the worst element's error over rtol, atol and what is allowed beside them."""
-    gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs() + spare)[finite]
+def _gap(out: Tensor, truth: Tensor, chosen: Tensor | None) -> Tensor:
+    return _masked((out.double() - truth).abs(), chosen)
+
+
+def _largest_or_inf(gap: Tensor) -> float:
+    error = largest(gap)
+    return math.inf if math.isnan(error) else error
+
+
+def _outside(gap: Tensor, limit: Tensor) -> float:
+    """Returns the worst element's error over what is allowed."""
     return largest(torch.where(gap == 0, 0.0, gap / limit))
 
 

@@ -32,7 +32,7 @@ from .cases import (
     numbers_of,
     relative_cost,
 )
-from .contract import case_values, formula, results_of
+from .contract import case_values_to_read, formula, results_of
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
@@ -101,7 +101,7 @@ def _masks(op: Op, case: Case) -> bool:
     if key not in _MASKING:
         try:
             with torch.no_grad():
-                one, other = (formula(op, case_values(op, case, op.dtypes[0], seed=seed))
+                one, other = (formula(op, case_values_to_read(op, case, op.dtypes[0], seed=seed))
                               for seed in (0, 1))
             _MASKING[key] = all(isinstance(a, Tensor) and a.shape == b.shape
                                 and torch.allclose(a.double(), b.double(), equal_nan=True)
@@ -115,7 +115,7 @@ def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            values = case_values(op, case, dtype)
+            values = case_values_to_read(op, case, dtype)
             facts = read(op, values)
             if any(rule.check(facts) is not None for rule in op.requires) or is_degenerate(op,
                                                                                           facts):
@@ -162,14 +162,14 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
 
 
 @lru_cache(maxsize=64)
-def model_sizes(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
+def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...], ...]:
     """Returns for each size of the op a case in which it is as large as in a model, plain and with
     the arguments of one of the op's cases, the other sizes small; one in which it is larger still,
     the others one; and some in which two are large together, or there are many lengths. After each
     come others, for what the contract or a rule does not allow."""
     rng, numbers = random.Random(f"model sizes {op.name} {seed}"), numbers_of(op)
-    small: dict[str, Any] = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
-                             for n, d in numbers.items()}
+    small, medium = ({n: min(d, most) if type(d) is int else tuple(min(i, most - 1) for i in d)
+                      for n, d in numbers.items()} for most in (4, 16))
     plain = [c for c in op.cases if not {"stride", "memory", "special", "extreme"} & c.keys()]
     cases: list[tuple[Case, ...]] = []
     for name, default in numbers.items():
@@ -181,9 +181,12 @@ def model_sizes(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
             for extra in ({}, *(options for options in drawn if options)):
                 # a formula that goes token by token is slow, and so is each of these
                 part = n // 16 if extra and op.family in _LOOPS else n
+                # with all other sizes as they are it is hundreds of times a plain call
+                most = 100 * (default if type(default) is int else default[-1])
+                last = min(part // 4, most) if lane == "quick" else part // 4
                 cases.append(tuple({**others, **extra, **_sized({name: default, **others}, name, m)}
                                    for others, m in ((small, part), (small, part // 64 * 64),
-                                                     ({}, part // 4))))
+                                                     (medium, part // 4), ({}, last))))
         met = largest and _allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
         cases += _alone(op, rng, small, name, largest if met else 0)
         if type(default) is not int:
@@ -249,7 +252,8 @@ def _areas(op: Op, rng: random.Random) -> Iterator[tuple[Case, ...]]:
 
 def _result_elements(op: Op, case: Case) -> int:
     try:
-        return sum(t.numel() for t in results_of(op.meta(**case_values(op, case, op.dtypes[0]))))
+        values = case_values_to_read(op, case, op.dtypes[0])
+        return sum(t.numel() for t in results_of(op.meta(**values)))
     except FAULTS:                             # it is no call
         return 0
 
@@ -260,7 +264,7 @@ def _square(ones: Case, name: str, n: int) -> dict[str, Any]:
 
 def long_sums(op: Op, seed: int) -> list[Case]:
     """Returns two calls with many rows, whose gradients are long sums."""
-    plain = (group[-2] for group in model_sizes(op, seed) if len(group[-1]) == 1)
+    plain = (group[1] for group in model_sizes(op, seed) if len(group[-1]) == 1)
     shorter = ({n: s // 4 if type(s) is int and s > 1000 else
                 tuple(i // 4 if i > 1000 else i for i in s) if isinstance(s, tuple) else s
                 for n, s in case.items()} for case in plain)
@@ -270,7 +274,7 @@ def long_sums(op: Op, seed: int) -> list[Case]:
 def _are_lengths(op: Op, small: Case, many: Case) -> bool:
     """Does a longer tuple make more sequences, and not a tensor of more dimensions?"""
     try:
-        few, more = (case_values(op, case, op.dtypes[0])[op.main_tensor].dim()
+        few, more = (case_values_to_read(op, case, op.dtypes[0])[op.main_tensor].dim()
                      for case in (small, many))
     except FAULTS:
         return False

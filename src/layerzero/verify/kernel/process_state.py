@@ -57,9 +57,14 @@ def _numpy_random() -> Any:
     return state[1].tobytes(), state[2:]
 
 
-def _put_back_environment(before: dict[str, str]) -> None:
+def _environment() -> dict[Any, Any]:
+    """Returns the environment as it is stored: decoding every variable takes long."""
+    return dict(getattr(os.environ, "_data", os.environ))
+
+
+def _put_back_environment(before: dict[Any, Any]) -> None:
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in before.items()})
 
 
 def _default_device() -> Any:
@@ -174,7 +179,7 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("the state of torch's random numbers", lambda: torch.get_rng_state().numpy().tobytes()),
     Setting("the state of Python's random numbers", random.getstate, random.setstate, slow=True),
     Setting("the state of numpy's random numbers", _numpy_random, slow=True),
-    Setting("the environment", lambda: dict(os.environ), _put_back_environment, slow=True),
+    Setting("the environment", _environment, _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),
     Setting("the interpreter (recursion limit, folder, locale, SIGINT)", _interpreter),
     Setting("the cores that this thread may use", _cores, _put_back_cores),

@@ -1,0 +1,287 @@
+"""Which checks a kernel gets in a lane, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from ...dispatch.facts import read
+from ...machine import hardware, loading
+from ...spec.kernel import Kernel
+from ...spec.reason import Code, Reason
+from ..kernel.cases import (
+    Case,
+    case_key,
+    cases_for,
+    dtypes_for,
+    find_argument_cases,
+    is_costly,
+    is_degenerate,
+    with_small_sizes,
+)
+from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
+from ..kernel.contract import CaseResult, case_refusals, case_values_to_read, check_case
+from ..kernel.gradients import check_gradients, gradient_cases
+from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
+from .argument_circumstances import (
+    EveryCode,
+    LooseBound,
+    WithoutOthers,
+    argument_circumstances,
+    checks_without_others,
+)
+from .calls import (
+    check_many_backwards,
+    check_many_calls,
+    check_non_finite,
+    check_output_margins,
+    check_sizes,
+)
+from .circumstances import (
+    WithArgument,
+    check_dropout,
+    check_threads,
+    circumstances,
+    tensor_circumstances,
+)
+from .invariance import check_invariance
+
+JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
+SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
+HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
+
+
+def checks_of(kernel: Kernel, device: str, lane: str,
+              seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the checks of a kernel, those first that find most."""
+    op = kernel.op
+    absent = loading.availability(kernel) or _wrong_device(kernel, device)
+    if absent is not None:
+        yield partial(CaseResult, kernel.id, {}, op.dtypes[0], "skipped", (absent,))
+        return
+    for seed in seeds:
+        cases = cases_for(op, lane, seed)
+        argument_cases, _ = find_argument_cases(kernel, lane, [hardware.probe(device).facts()],
+                                                seed)
+        cases += tuple(argument_case.case for argument_case in argument_cases
+                       if argument_case.donor is None)
+        cells = [(case, dtype) for case in cases for dtype in dtypes_for(op, lane, case)]
+        own_keys = {case_key(case) for case in op.cases}
+        if lane == "quick" and device == "cpu":
+            declared = _without_costly_repeats(kernel, cells, device, seed)
+            cells = [_cheaper(kernel, cell, device, seed) for cell in declared]
+            own_keys |= {case_key(cheaper) for (cheaper, _), (case, _) in zip(cells, declared)
+                         if case_key(case) in own_keys}
+        cells = _accepted_cells(kernel, cells, device, seed)
+        if kernel.jit:
+            limit = JIT_CASES[lane]
+            cells = cells[::max(len(cells) // limit, 1)][:limit]
+            yield from (partial(check_case, kernel, case, dtype, device, seed)
+                        for case, dtype in cells)
+            # each may compile again, so each kind once
+            if lane != "quick" and seed == seeds[0]:
+                yield from _circumstance_checks(kernel, cells, device, "quick", seed)
+                yield from islice(_gradient_checks(kernel, device, "quick", seed), limit)
+            continue
+        first = [cell for cell in cells if case_key(cell[0]) in own_keys
+                 and cell[1] == op.dtypes[0]]
+        if _is_formula(kernel, lane):
+            cells = [cell for cell in cells if case_key(cell[0]) in own_keys] or cells
+        # the longest after those that tell whether the kernel can do with them
+        later = sorted((cell for cell in cells if cell not in first),
+                       key=lambda cell: (case_key(cell[0]) in own_keys, cell[0] in op.stress))
+        yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
+        for case, dtype in first[:1]:
+            yield partial(check_threads, kernel, case, dtype, device, seed,
+                          largest(op, [c for c, d in cells if d == dtype], dtype, device))
+            yield from _invariance_checks(kernel, cells, device, lane, seed)
+            if op.dropout_case:
+                yield partial(check_dropout, kernel, dtype, device, seed)
+        yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
+                            WithArgument(argument_case))
+                    for argument_case in argument_cases if argument_case.donor is not None
+                    for dtype in dtypes_for(op, lane, argument_case.case))
+        if "float64" in op.tolerance.by_dtype and kernel.backend != "reference":
+            yield from (partial(check_case, kernel, case, "float64", device, seed)
+                        for case in op.cases[:3])
+        yield from _circumstance_checks(kernel, cells, device, lane, seed)
+        yield from _many_call_checks(kernel, cells, device, lane, seed)
+        yield from _gradient_checks(kernel, device, lane, seed)
+        yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
+
+
+def _wrong_device(kernel: Kernel, device: str) -> Reason | None:
+    """Returns why the kernel can serve no call on this device, by its rules on hardware alone."""
+    here = next((reason for reason in _first_refusals(kernel, device)
+                 if reason.code is Code.PLATFORM_MISMATCH), None)
+    if here is not None:
+        return here
+    facts = hardware.probe(device).facts()
+    device_rules = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
+                    <= facts.keys())
+    return next((reason for rule in device_rules if (reason := rule.check(facts)) is not None),
+                None)
+
+
+def _first_refusals(kernel: Kernel, device: str) -> tuple[Reason, ...]:
+    """Returns why it refuses the first case: which device it runs on is the same for all."""
+    op = kernel.op
+    return case_refusals(kernel, op.cases[0], op.dtypes[0], device) if op.cases else ()
+
+
+def _accepted_cells(kernel: Kernel, cells: list[Cell], device: str, seed: int) -> list[Cell]:
+    """Returns all cells; for a JIT kernel, which runs only a few, those it accepts."""
+    return ([c for c in cells if _accepts(kernel, c, device, seed)] or cells[:1] if kernel.jit
+            else cells)
+
+
+def _without_costly_repeats(kernel: Kernel, cells: Sequence[Cell], device: str,
+                            seed: int) -> list[Cell]:
+    """Returns the cells but for costly cases beyond the op's own at a second dtype, where the
+    kernel has them at the first: products of 16 bits take many CPUs seconds."""
+    op = kernel.op
+    kept: list[Cell] = []
+    for case, dtype in cells:
+        repeats = (kept and kept[-1][0] is case and case not in op.cases and is_costly(op, case)
+                   and _accepts(kernel, kept[-1], device, seed))
+        kept += [] if repeats else [(case, dtype)]
+    return kept
+
+
+def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
+    """Returns a cell of bfloat16, whose products take many CPUs long, with smaller sizes where that
+    matters; the op's own cases where float16 has them as they are."""
+    op, (case, dtype) = kernel.op, cell
+    if (dtype != "bfloat16" or not is_costly(op, case, HALF_FLOPS)
+            or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):
+        return cell
+    smaller = with_small_sizes(op, case), dtype
+    return smaller if _accepts(kernel, smaller, device, seed) else cell
+
+
+def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
+    return not case_refusals(kernel, cell[0], cell[1], device, seed)
+
+
+def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
+                         seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields checks on cells that the kernel accepts, one per dtype, more in the longer lanes; and
+    on one more for each tensor that those do not give, of how it lies in memory."""
+    op = kernel.op
+    # A bound may be the length where there is one item, a code matters in its format: so in every
+    # case.
+    everywhere = [c for c in argument_circumstances(op) if isinstance(c, (LooseBound, EveryCode))]
+    for case, dtype in cells:
+        if dtype != op.dtypes[0] or case not in op.cases:
+            continue
+        values = case_values_to_read(op, case, dtype, device, seed)
+        apply = [c for c in everywhere
+                 if isinstance(c, LooseBound) or _is_one_byte(values[c.tensor])]
+        if apply and not case_refusals(kernel, case, dtype, device, seed):
+            yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
+    yield from checks_without_others(kernel, cells, device, seed)
+    count = {"quick": 1, "full": 3, "stress": 3}[lane]
+    dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
+    for dtype in dtypes[:1] if _is_formula(kernel, lane) else dtypes:
+        accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
+        ranked = most_tensors_first(op, accepted, device)
+        for _, (case, dtype) in ranked[:count]:
+            yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                        for circumstance in circumstances(op, lane)
+                        if not isinstance(circumstance, WithoutOthers))
+        seen = set().union(*(names for names, _ in ranked[:count])) if ranked else set()
+        for names, (case, dtype) in ranked[count:]:
+            missing, seen = names - seen, seen | names
+            yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                        for name in sorted(missing)
+                        for circumstance in tensor_circumstances(op, name, lane))
+
+
+def _is_formula(kernel: Kernel, lane: str) -> bool:
+    """Is it compared with itself? Its own cases then say whether its tolerance is sound, and one
+    dtype how it goes with memory."""
+    return kernel.backend == "reference" and lane == "quick"
+
+
+def _is_one_byte(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.itemsize == 1
+
+
+def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
+                      seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
+    The formula itself needs none of the last two."""
+    op = kernel.op
+    by_dtype = ([c for c, _ in zip((c for c in cells if c[1] == dtype
+                                    and _accepts(kernel, c, device, seed)), range(12))]
+                for dtype in op.dtypes)
+    accepted = next(filter(None, by_dtype), [])
+    if not op.tensors or not accepted:
+        return
+    plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
+    calls = 1200 if lane == "quick" else 5000
+    # a call that is no small one takes long enough
+    slow = case_values_to_read(op, case, dtype, device)[op.main_tensor].numel() > 4096
+    yield partial(check_many_calls, kernel, case, dtype, device, seed,
+                  calls // 10 if kernel.backend == "reference" else calls // (4 if slow else 1))
+    yield partial(check_non_finite, kernel, *plain, device, seed)
+    yield from (partial(check_output_margins, kernel, *cell, device, seed)
+                for cell in accepted[::3])
+    if kernel.backend != "reference":
+        limit_s = SIZES_S.get(lane, math.inf)
+        yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
+                            limit_s=limit_s) for name, cases in residues(op, lane, seed))
+        yield partial(check_sizes, kernel, "a model", model_sizes(op, seed, lane), plain[1], device,
+                      seed, all_others=lane != "quick", limit_s=limit_s)
+        yield from (partial(check_case, kernel, case, dtype, device, seed)
+                    for case, dtype in pair_cases(kernel, device, lane, seed).cells)
+
+
+def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
+                       seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Hold a kernel that claims to be invariant to it, in some of the cases and in those of the op
+    that are for this. What computes one head at a time takes seconds for 65,600 heads, and each
+    case is computed four times over: such sizes are for the longer lanes."""
+    if lane == "quick":
+        cells = [(case, dtype) for case, dtype in cells if case not in kernel.op.stress]
+    cells = [*cells[::max(len(cells) // 24, 1)],
+             *((case, dtype) for case in kernel.op.invariance_cases for dtype in kernel.op.dtypes)]
+    for to, declared in (("batch", kernel.batch_invariant), ("tp", kernel.tp_invariant)):
+        if declared:
+            yield from (partial(check_invariance, kernel, case, dtype, to, device, seed)
+                        for case, dtype in cells)
+
+
+def _gradient_checks(kernel: Kernel, device: str, lane: str,
+                     seed: int) -> Iterator[Callable[[], CaseResult]]:
+    op = kernel.op
+    if not kernel.differentiable or not op.differentiable:
+        return
+    dtypes = ([d for d in op.dtypes if d in ("float32", "bfloat16")] if lane == "quick"
+              else [*op.dtypes, "float64"])
+    dtypes = dtypes[:1] if _is_formula(kernel, lane) else dtypes
+    own_cases = [c for c in op.cases if lane != "quick"
+                 and not is_degenerate(op, read(op, case_values_to_read(op, c, op.dtypes[0])))]
+    cases = (*gradient_cases(op), *own_cases)
+
+    def sized(case: Case, dtype: str) -> Case:
+        """Returns a smaller case in the quick lane of a CPU, where the kernel takes it."""
+        small = with_small_sizes(op, case) if lane == "quick" and device == "cpu" else case
+        return small if _accepts(kernel, (small, dtype), device, seed) else case
+
+    yield from (partial(check_gradients, kernel, case if dtype == "float32" else sized(case, dtype),
+                        dtype, device, seed) for case in cases for dtype in dtypes)
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, name)
+                for case in cases[:1] for name in op.differentiable)
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
+                for case in cases[:2])
+    # the formula adds up as it does
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
+                for case in (long_sums(op, seed) if kernel.backend != "reference" else ()))
+    yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,
+                        seed) for case in cases[:1])

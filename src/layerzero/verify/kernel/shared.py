@@ -1,0 +1,136 @@
+"""What the kernels of an op share: the inputs of a case, and what the formula gives for certain
+contents.
+
+Both are computed once and kept while kernels of the same op follow each other. What is kept is
+never given away: a kernel gets a copy of the inputs, and results are found by what the inputs
+contain, so one kernel's fault is not held against the next, and a kernel that is verified alone is
+judged by the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec.op import Op
+
+ENTRY_BYTES, ALL_BYTES = 1 << 24, 1 << 29      # what is larger is computed again
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+
+
+class Kept:
+    """What was computed for one op, by key, up to so many bytes; another op empties it."""
+
+    def __init__(self) -> None:
+        self.op: Op | None = None
+        self.by_key: dict[Hashable, Any] = {}
+        self.nbytes = 0
+
+    def find(self, op: Op, key: Hashable) -> Any:
+        if self.op is not op:
+            self.op, self.nbytes = op, 0
+            self.by_key.clear()
+        return self.by_key.get(key)
+
+    def keep(self, op: Op, key: Hashable, value: Any, nbytes: int) -> bool:
+        """Keeps a value, or returns that it is too large."""
+        if self.op is not op or nbytes > ENTRY_BYTES or self.nbytes + nbytes > ALL_BYTES:
+            return False
+        self.by_key[key] = value
+        self.nbytes += nbytes + 1024           # of the entry itself
+        return True
+
+
+_INPUTS, _RESULTS = Kept(), Kept()
+
+
+def compute_once(op: Op, key: Hashable | None, compute: Callable[[], Any]) -> Any:
+    """Returns what `compute` gives, from an earlier time where there is a key: what is in it must
+    not be changed."""
+    value = None if key is None else _RESULTS.find(op, key)
+    if value is None:
+        value = compute()
+        if key is not None:
+            _RESULTS.keep(op, key, value, _bytes_of(value))
+    return value
+
+
+# Inputs.
+
+def values_once(op: Op, key: Hashable, generate: Callable[[], dict[str, Any]],
+                to_read: bool = False) -> dict[str, Any]:
+    """Returns the values that `generate` gives, a copy of those of an earlier time where they can
+    be copied. `to_read`: those themselves, which must not be changed or given to a kernel."""
+    kept: tuple[dict[str, Any], bool] | None = _INPUTS.find(op, key)
+    if kept is not None:
+        values, is_plain = kept
+        return values if to_read else copy_values(values) if is_plain else generate()
+    values = generate()
+    if torch.is_inference_mode_enabled():
+        return values
+    is_plain = all(map(_is_plain, values.values()))
+    if (to_read or is_plain) and _INPUTS.keep(op, key, (values, is_plain), _bytes_of(values)):
+        return values if to_read else copy_values(values)
+    return values
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells what can be copied and hashed: constants, and tensors of the CPU that are no more."""
+    if isinstance(value, Tensor):
+        return (type(value) is Tensor and value.device.type == "cpu"
+                and value.layout == torch.strided and not value.requires_grad
+                and not value.is_quantized)
+    return isinstance(value, _CONSTANTS) or (isinstance(value, tuple)
+                                             and all(isinstance(v, _CONSTANTS) for v in value))
+
+
+def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies tensors with all of their storage; those that share it share the copy."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
+        copied = torch.empty(0, dtype=t.dtype).set_(storages[storage.data_ptr()],
+                                                     t.storage_offset(), t.shape, t.stride())
+        return copied.view_as(copied) if t._is_view() else copied
+
+    return {name: copy(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+
+
+# Results of the formula.
+
+def fingerprint(values: Mapping[str, Any]) -> bytes | None:
+    """Returns a digest of all that the results of a formula may depend on: contents, shapes,
+    strides and alignment; None for what is not plain or large."""
+    digest, nbytes = hashlib.sha256(), 0
+    for name, value in values.items():
+        value = value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        if not _is_plain(value):
+            return None
+        if not isinstance(value, Tensor):
+            digest.update(f"{name}={value!r};".encode())
+            continue
+        nbytes += value.nbytes
+        if nbytes > ENTRY_BYTES:
+            return None
+        digest.update(f"{name}:{value.dtype}{tuple(value.shape)}{value.stride()}"
+                      f"{value.data_ptr() % 64};".encode())
+        flat = value.contiguous().as_strided((value.numel(),), (1,))    # of one element too
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.untyped_storage().nbytes()
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return 0
+    return sum(map(_bytes_of, value))

@@ -3,7 +3,7 @@
 // mantissa of 1024.0 is 1024 + code, or 1024 + 16 times the code where it lies four bits higher and x
 // is a sixteenth. The 1024, and the 8 by which a code is too large, times x are the same for all rows,
 // and taken away after 128 inputs. What is kept of x is scaled by a power of two that its largest value
-// gives (`arrange` in step.cu). The warps of a block share the inputs of an item, and one of them adds
+// gives (`arrange` in inputs.h). The warps of a block share the inputs of an item, and one of them adds
 // up what they have.
 
 // Eight codes of a row as pairs

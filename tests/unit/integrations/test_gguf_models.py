@@ -269,6 +269,9 @@ def test_a_token_is_embedded_as_its_row_is_dequantized(format):
             step = TokenStep(model.decoder(length=8), SequenceKV(c, 8))
             rows.append(torch.cat([step(token) for token in (5, 0, 31)]))
         assert "decode" in step.kernels
+        for token in (32, -1):                 # no row of the embedding
+            with pytest.raises(lz.errors.InvalidCall, match="a token below 32"):
+                step(token)
     assert torch.equal(*rows) and rows[0].std() > 0
 
 

@@ -252,6 +252,7 @@ def test_a_build_covers_the_kernels_in_other_languages_of_every_room(monkeypatch
     """Else a changed kernel would keep the measurements and proofs of the old one."""
     hashed = set()
     read = Path.read_bytes
+    builds._content_digest.cache_clear()
     monkeypatch.setattr(Path, "read_bytes", lambda path: hashed.add(path) or read(path))
     builds.source_digest(cuda_kernels.KERNELS[0].load)
     folder = Path(cuda_kernels.__file__).parent

@@ -21,7 +21,7 @@ from ...models.sequence_kv import SequenceKV
 from ...models.weights.ggml import GgmlWeight, Weight
 from ...plan.bake import ChosenKernels, bind, chosen_kernel
 from ...plan.table import Span
-from ...spec.errors import LayerZeroError
+from ...spec.errors import InvalidCall, LayerZeroError
 from ...world import snapshot as worlds
 from .calls import call_op
 from .native_decode import NativeDecode, native_obstacle
@@ -63,6 +63,9 @@ class TokenStep(ChosenKernels):
 
     def __call__(self, token: int) -> Tensor:
         kv, c = self.kv, self.config
+        if not 0 <= token < c.vocab:           # the native step reads the row at this address
+            raise InvalidCall(f"wanted a token below {c.vocab}, the size of the vocabulary, got "
+                              f"{token}")
         place = kv.length
         if place >= kv.keys[0].shape[1]:
             for i in range(c.layers):

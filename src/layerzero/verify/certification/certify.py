@@ -36,6 +36,7 @@ from ...spec.reason import Code, Reason
 from ...world import snapshot as worlds
 from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
+from ..kernel import shared
 from ..kernel.cases import case_key, is_costly
 from ..kernel.contract import CaseResult, case_values_to_read, check_case
 from .calls import nan_propagates
@@ -232,11 +233,19 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
     it by itself any more. One whose verification itself breaks has failed too; the others go on,
     unless it left the GPU in a failed state: then nothing more can be said in this process.
     """
-    target = hardware.probe(device)
     ops = list(dict.fromkeys(kernel.op.name for kernel in kernels))
-    # op by op: what the formula gives is computed once for all kernels of an op
-    culprit, compiling = "", 0.0
-    for kernel in sorted(kernels, key=lambda kernel: ops.index(kernel.op.name)):
+    try:
+        # op by op: what the formula gives is computed once for all kernels of an op
+        yield from _certified_in_turn(
+            sorted(kernels, key=lambda kernel: ops.index(kernel.op.name)), device, lane, seeds)
+    finally:
+        shared.forget()
+
+
+def _certified_in_turn(kernels: Sequence[Kernel], device: str, lane: str,
+                       seeds: Sequence[int] | None) -> Iterator[Verdict]:
+    target, culprit, compiling = hardware.probe(device), "", 0.0
+    for kernel in kernels:
         if culprit:
             yield _not_run(kernel, lane, Reason(
                 Code.DEVICE_FAULT, None, f"{culprit} failed before; verify this one again"))

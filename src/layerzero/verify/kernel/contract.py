@@ -101,7 +101,7 @@ def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu"
                 seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case, every parameter of the op by name."""
     return values_once(op, case_contents(case, dtype, device, seed),
-                       partial(_generate, op, case, dtype, device, seed))
+                       partial(generate_values, op, case, dtype, device, seed))
 
 
 def case_contents(case: Mapping[str, Any], dtype: str, device: str = "cpu",
@@ -115,11 +115,12 @@ def case_values_to_read(op: Op, case: Mapping[str, Any], dtype: str, device: str
     """Returns the arguments of a case for one who asks what they are: others get the same tensors,
     so they must not be changed or given to a kernel."""
     return values_once(op, case_contents(case, dtype, device, seed),
-                       partial(_generate, op, case, dtype, device, seed), to_read=True)
+                       partial(generate_values, op, case, dtype, device, seed), to_read=True)
 
 
-def _generate(op: Op, case: Mapping[str, Any], dtype: str, device: str,
-              seed: int) -> dict[str, Any]:
+def generate_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                    seed: int = 0) -> dict[str, Any]:
+    """Returns the arguments of a case, drawn anew."""
     inputs = op.inputs(**case, dtype=getattr(torch, dtype), device=device, seed=seed)
     return {p.name: inputs.get(p.name, p.default) for p in op.params}
 

@@ -26,14 +26,16 @@ class Kept:
     """What was computed for one op, by key, up to so many bytes; another op empties it."""
 
     def __init__(self) -> None:
-        self.op: Op | None = None
         self.by_key: dict[Hashable, Any] = {}
-        self.nbytes = 0
+        self.begin(None)
+
+    def begin(self, op: Op | None) -> None:
+        self.op, self.nbytes = op, 0
+        self.by_key.clear()
 
     def find(self, op: Op, key: Hashable) -> Any:
         if self.op is not op:
-            self.op, self.nbytes = op, 0
-            self.by_key.clear()
+            self.begin(op)
         return self.by_key.get(key)
 
     def keep(self, op: Op, key: Hashable, value: Any, nbytes: int) -> bool:
@@ -46,6 +48,12 @@ class Kept:
 
 
 _INPUTS, _RESULTS = Kept(), Kept()
+
+
+def forget() -> None:
+    """Frees all that is kept: when a run over kernels ends, the process may have other work."""
+    _INPUTS.begin(None)
+    _RESULTS.begin(None)
 
 
 def compute_once(op: Op, key: Hashable | None, compute: Callable[[], Any]) -> Any:

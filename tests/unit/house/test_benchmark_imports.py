@@ -4,6 +4,7 @@ show only then."""
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
-def defined(tree: ast.Module) -> set[str]:
+@lru_cache(maxsize=None)
+def defined(module: Path) -> set[str]:
     """The names that a module has at its top level, whatever `if` or `try` they stand in."""
     names: set[str] = set()
-    open_nodes: list[ast.AST] = [tree]
+    open_nodes: list[ast.AST] = [ast.parse(module.read_text())] if module.exists() else []
     while open_nodes:
         node = open_nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -39,8 +41,7 @@ def missing(program: Path) -> list[str]:
             continue
         module = place.with_suffix(".py") if place.with_suffix(".py").exists() else (
             place / "__init__.py")
-        names = defined(ast.parse(module.read_text())) if module.exists() else set()
-        absent += [f"{node.module}.{a.name}" for a in node.names if a.name not in names
+        absent += [f"{node.module}.{a.name}" for a in node.names if a.name not in defined(module)
                    and not (place / f"{a.name}.py").exists() and not (place / a.name).is_dir()]
     return absent
 

@@ -236,7 +236,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if cfg.stages % cfg.warps or (shape.codes and code_rounds(cfg) > MAX_ROUNDS):
+    if (cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps
+            or (shape.codes and code_rounds(cfg) > MAX_ROUNDS)):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -267,7 +268,7 @@ def default_config(shape: Shape, machine: Machine) -> Config:
 
 CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24),
          Config(4, 8, 8, 2, tile=9216, later_polls=24),
-         Config(4, 4, 4, 2, tile=9216))
+         Config(2, 4, 4, 2, tile=9216, later_polls=24))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:

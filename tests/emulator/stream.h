@@ -69,7 +69,7 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::in_flight.push_back({(u8*)place, (const u8*)from, bytes, mbarrier});
 }
 
-struct TensorMap { const u8* base; i64 rows, runs, row_bytes, box_runs; u8 rest[88]; };   // test_step_emulated.py
+struct TensorMap { const u8* base; i64 rows, runs, row_bytes, box_runs, box_rows; u8 rest[80]; };   // test_step_emulated.py
 
 namespace emulator { static std::list<std::vector<u8>> boxes; }
 
@@ -77,14 +77,14 @@ FN int swizzled(int row, int unit) { return (unit ^ row) * 16; }
 
 // The box is made when it is asked for, and arrives as any bulk copy does.
 FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarrier) {
-    const int bytes = int(map->box_runs) * 1024;
+    const int run_bytes = int(map->box_rows) * 128, bytes = int(map->box_runs) * run_bytes;
     if (((u8*)place - shared()) % 1024) emulator::fail(emulator::MISALIGNED);
     emulator::boxes.emplace_back(bytes, 0);
     u8* box = emulator::boxes.back().data();
     for (int n = 0; n < map->box_runs; ++n)
-        for (int r = 0; r < 8; ++r)
+        for (int r = 0; r < map->box_rows; ++r)
             for (int unit = 0; unit < 8 && row + r < map->rows && run + n < map->runs; ++unit)
-                memcpy(box + n * 1024 + r * 128 + swizzled(r, unit),
+                memcpy(box + n * run_bytes + r * 128 + swizzled(r % 8, unit),
                        map->base + (row + r) * map->row_bytes + (run + n) * 128 + unit * 16, 16);
     memset(place, 0xFF, bytes);
     emulator::in_flight.push_back({(u8*)place, box, u32(bytes), mbarrier});

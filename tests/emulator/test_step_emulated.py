@@ -36,11 +36,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "encode", described)
 
 
-def described(matrix: Tensor, runs: int) -> bytes:
+def described(matrix: Tensor, rows: int, runs: int) -> bytes:
     """A TensorMap of stream.h."""
     row_bytes = matrix.shape[1] * matrix.element_size()
-    return struct.pack("@P4q88x", matrix.data_ptr(), len(matrix), row_bytes // tensor_maps.RUN,
-                       row_bytes, runs)
+    return struct.pack("@P5q80x", matrix.data_ptr(), len(matrix), row_bytes // tensor_maps.RUN,
+                       row_bytes, runs, rows)
 
 
 def random(*size: int, scale: float = 1.0) -> Tensor:
@@ -143,6 +143,11 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
     (SMALL, SMALL_CONFIG, 5, {"positions": (0, 1, 100), "window": 40}),
     (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2), Config(2, 4, 3, 2, 48, 2560), 4,
      {"positions": (70,)}),
+    # heads whose keys and values are copied as boxes, of one run and of two
+    (Shape(128, 4, 2, 64, 32, 96, 37, 2, batch=2), Config(2, 4, 3, 2, 32, 8192), 5,
+     {"positions": (15, 100), "window": 70}),
+    (Shape(128, 2, 1, 128, 64, 96, 37, 2), Config(2, 4, 3, 2, 16, 8192, 1), 4,
+     {"positions": (121,), "window": 57}),
     # codes: rows that are no whole tiles of the head, and slices
     (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
      Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),

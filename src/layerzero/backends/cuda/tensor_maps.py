@@ -10,17 +10,19 @@ from torch import Tensor
 
 from . import compiler
 
-RUN, BOX_ROWS = 128, 8         # bytes; rows of a box
+RUN = 128                      # bytes
+SWIZZLED = 8                   # rows after which the order of units is the first one's again
 SIZE = 128                     # of a description, in bytes
 ALIGNMENT = 64                 # of a description
-# Constants of cuda.h: elements of a byte, no interleaving, units of 16 bytes swizzled in 128, the
-# L2 cache takes 256 bytes at a time, what is outside is zero.
-UINT8, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_256B, FILL_ZERO = 0, 0, 3, 3, 0
+# Constants of cuda.h: elements of a byte, no interleaving, units of 16 bytes swizzled in 128, what
+# the L2 cache takes at a time, what is outside is zero.
+UINT8, INTERLEAVE_NONE, SWIZZLE_128B, FILL_ZERO = 0, 0, 3, 0
+PROMOTION_128B, PROMOTION_256B = 2, 3
 
 
-def encode(matrix: Tensor, runs: int) -> bytes:
-    """Returns the description of boxes of eight rows times `runs` runs of 128 bytes; the rows are
-    whole runs. A box has its runs one after the other, each of all eight rows."""
+def encode(matrix: Tensor, rows: int, runs: int) -> bytes:
+    """Returns the description of boxes of so many rows times `runs` runs of 128 bytes; the rows of
+    the matrix are whole runs. A box has its runs one after the other, each of all its rows."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     if not matrix.is_contiguous() or row_bytes % RUN or matrix.data_ptr() % 16:
         raise ValueError(
@@ -32,8 +34,8 @@ def encode(matrix: Tensor, runs: int) -> bytes:
     code = compiler.driver().cuTensorMapEncodeTiled(
         c_void_p(place), UINT8, 3, c_void_p(matrix.data_ptr()),
         (c_uint64 * 3)(RUN, matrix.shape[0], row_bytes // RUN), (c_uint64 * 2)(row_bytes, RUN),
-        (c_uint32 * 3)(RUN, BOX_ROWS, runs), (c_uint32 * 3)(1, 1, 1), INTERLEAVE_NONE, SWIZZLE_128B,
-        PROMOTION_256B, FILL_ZERO)
+        (c_uint32 * 3)(RUN, rows, runs), (c_uint32 * 3)(1, 1, 1), INTERLEAVE_NONE, SWIZZLE_128B,
+        PROMOTION_256B if runs > 1 else PROMOTION_128B, FILL_ZERO)
     if code:
         raise compiler.failure(code, f"describing a matrix of {tuple(matrix.shape)} for copies")
     return ctypes.string_at(place, SIZE)

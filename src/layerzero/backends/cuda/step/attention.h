@@ -61,7 +61,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
     const int begin = over.begin(split), end = over.end(split), tiles = over.tiles(split);
     ROLLED for (int n = (warp() + WARPS - work.next % WARPS) % WARPS; n < tiles; n += WARPS) {
         const u8* keys = work.tile(work.next + n);
-        const u8* values = keys + TOKENS * PITCH;
+        const u8* values = keys + CACHED;
         const int many = min_int(TOKENS, end - begin - n * TOKENS), steps = ceil_div(many, 16);
         float scores[TOKENS / 16][COLS][4];
         UNROLL for (int s = 0; s < TOKENS / 16; ++s) {
@@ -69,7 +69,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
             if (s < steps)
                 UNROLL for (int d = 0; d < DIM / 16; ++d) {
                     u32 a[4];
-                    ldmatrix4(a, keys + (s * 16 + lane() % 16) * PITCH + (2 * d + lane() / 16) * 16);
+                    ldmatrix4(a, keys + cached_at(s * 16 + lane() % 16, 2 * d + lane() / 16));
                     UNROLL for (int c = 0; c < COLS; ++c) mma<true>(scores[s][c], a, q[c][d]);
                 }
             UNROLL for (int c = 0; c < COLS; ++c)
@@ -100,8 +100,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
             }
             UNROLL for (int d = 0; d < DIM / 16; ++d) {
                 u32 a[4];
-                ldmatrix4_transposed(a, values + (s * 16 + lane() / 16 * 8 + lane() % 8) * PITCH
-                                        + (2 * d + lane() / 8 % 2) * 16);
+                ldmatrix4_transposed(a, values + cached_at(s * 16 + lane() / 16 * 8 + lane() % 8, 2 * d + lane() / 8 % 2));
                 UNROLL for (int c = 0; c < COLS; ++c) mma<true>(acc[c][d], a, weights[c]);
             }
         }

@@ -30,7 +30,8 @@ LIMIT_S = 2.0              # what one launch may take before it gives up
 # arguments of the kernel.
 _LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12PqQ2i4f"))
 CODES = ("", "int4", "fp8_e4m3")
-BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile
+BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile,
+BOX_ROWS = CODE_ROWS // 2      # and of one copy of them
 
 
 class Shape(NamedTuple):
@@ -136,10 +137,15 @@ def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
     return scales.view(-1, 2, half, slices, each).permute(0, 3, 4, 2, 1).contiguous()
 
 
+def boxed(dim: int) -> bool:
+    """Are keys and values of such heads copied as boxes? As step.cu's BOXES."""
+    return 2 * dim % tensor_maps.RUN == 0
+
+
 def cached_tokens(dim: int, tile: int) -> int:
     """Returns the number of tokens of a tile of keys and values, in steps of 16 that the tensor
     cores take."""
-    return tile // (2 * (2 * dim + 16)) // 16 * 16
+    return tile // (2 * (2 * dim + (0 if boxed(dim) else 16))) // 16 * 16
 
 
 def max_splits(shape: Shape, blocks: int) -> int:
@@ -206,7 +212,7 @@ def code_rounds(cfg: Config) -> int:
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
-    unit = tensor_maps.BOX_ROWS * tensor_maps.RUN if shape.codes else 128
+    unit = tensor_maps.RUN * (tensor_maps.SWIZZLED if shape.codes or boxed(shape.dim) else 1)
     return -(-cfg.tile // unit) * unit
 
 
@@ -248,16 +254,13 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
 
 def candidate_configs(shape: Shape, machine: Machine, limit: int = 2) -> list[Config]:
     """Returns the configurations that are worth a trial, the likeliest first, as measured on an
-    H200: a tile is a whole row that is little longer than others, or has 32 tokens of wide heads;
-    fewer stages where what is kept of x leaves less room."""
-    tile = Config().tile
-    wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
-    row = 2 * shape.inner
-    tries = (((4, 12, row), (5, 10, row), (4, 8, row), (3, 6, row))
-             if wide < row <= wide * 9 // 8 else
-             ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
+    H200: a tile is a whole row that is little longer than others; fewer stages where what is kept
+    of x leaves less room."""
+    tile, row = Config().tile, 2 * shape.inner
+    size = row if tile < row <= tile * 9 // 8 else tile
     wanted = CODED if shape.codes else tuple(
-        Config(warps, stages, stages, tile=size) for warps, stages, size in tries)
+        Config(warps, stages, stages, tile=size)
+        for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6)))
     fitting = [cfg for cfg in wanted if shared_layout(shape, cfg).bytes <= machine.shared]
     return fitting[:limit] or [Config(2, 4, 4)]
 
@@ -337,7 +340,7 @@ class PersistentStep:
                         if shape.codes == "int4" else t for n, (t, k) in enumerate(
                             zip(at.scales, sizes))) for at in layers]
         self._tensors, self._scales = (layers, embed, norm, head), scales
-        self._maps = _code_maps(shape, cfg, layers, sizes).to(device) if shape.codes else None
+        self._maps = _tensor_maps(shape, cfg, layers, sizes).to(device)
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
             32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
@@ -381,14 +384,21 @@ class PersistentStep:
             torch.device("cuda", device)).processors >= self.blocks
 
 
-def _code_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
-               sizes: Sequence[int]) -> Tensor:
-    """Returns the descriptions of the codes of qkv, out, into and down of each layer."""
+def _tensor_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
+                 sizes: Sequence[int]) -> Tensor:
+    """Returns the descriptions that a layer has: of the codes of qkv, out, into and down, and of
+    the keys and values in its cache."""
+    maps, tokens = [], cached_tokens(shape.dim, cfg.tile)
     runs = [code_blocks(k, code_slices(k, shape, cfg), shape.codes) * BLOCK // code_run(shape.codes)
-            for k in sizes]
-    maps = b"".join(tensor_maps.encode(codes, n) for at in layers
-                    for codes, n in zip((at.qkv, at.out, at.into, at.down), runs))
-    return torch.frombuffer(bytearray(maps), dtype=torch.uint8)
+            for k in sizes] if shape.codes else []
+    for at in layers:
+        maps += [tensor_maps.encode(codes, BOX_ROWS, n)
+                 for codes, n in zip((at.qkv, at.out, at.into, at.down), runs)]
+        if boxed(shape.dim):
+            maps += [tensor_maps.encode(cache.flatten(0, 1).flatten(1), tokens,
+                                        2 * shape.dim // tensor_maps.RUN)
+                     for cache in (at.keys, at.values)]
+    return torch.frombuffer(bytearray(b"".join(maps) or bytes(1)), dtype=torch.uint8)
 
 
 def bytes_read(shape: Shape, tokens: int) -> int:

@@ -1,6 +1,6 @@
 // The last warps of a block of step.cu, COPIERS of them: they copy the tiles of weights, and of what is
 // cached, through the ring. All of them go through all tiles. A tile that is one or two bulk copies is
-// the first's; of the cache, whose rows are copied by lanes, each has its share.
+// the first's; of a tile of the cache that is copied by lanes each has its share.
 
 // A tile of codes has two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
 // run of 128 bytes has the codes of RUN inputs.
@@ -94,43 +94,34 @@ struct Producer {
     }
 #endif
 
-    // Keys and then values, PITCH apart
-    FN_MEMBER void cached(const Layer& at, const Spread& over, i64 room) {
+    // Keys and then values, as `cached_at` has them. What is no whole box comes by 16 bytes, and the rows
+    // past the end are the last again.
+    FN_MEMBER void cached(const Layer& at, const TensorMap* maps, const Spread& over, i64 room) {
         const Share share = take(first, over.workers());
         for (int n = 0; n < share.count; ++n) {
             const int split = share.item(n) % over.splits, pair = share.item(n) / over.splits;
             const int end = over.end(split), tiles = over.tiles(split);
-            const i64 offset = (pair / KV_HEADS * room * KV_HEADS + pair % KV_HEADS) * DIM;
+            const i64 row = pair / KV_HEADS * room;
+            const int head = pair % KV_HEADS;
             for (int tile = 0; tile < tiles; ++tile, ++next) {
                 const int begin = over.begin(split) + tile * TOKENS;
-                const int many = min_int(TOKENS, ceil_div(end - begin, 16) * 16);   // those past the end are the last again
+                if (BOXES && begin + TOKENS <= end) {
+                    const bool is_mine = copier() == 0;
+                    u8* to = acquire(is_mine ? 2 * CACHED : 0);
+                    sync_warp();
+                    if (to && is_mine && lane() < 2)
+                        copy_box(to + lane() * CACHED, maps + lane(), int(row) + begin, head * (DIM / 64), full(next % STAGES));
+                    continue;
+                }
                 u8* to = acquire();
                 if (!to) continue;
-                // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
-                constexpr int UNITS = DIM / 8, ROWS = 32 % UNITS ? 1 : 32 / UNITS;  // rows that they copy at a time
-                constexpr int TURNS = TOKENS / ROWS, SHARE = TURNS / COPIERS;
-                constexpr int EACH = TURNS % COPIERS ? 1 : SHARE % 8 == 0 ? 8 : SHARE % 6 == 0 ? 6 : SHARE % 4 == 0 ? 4 : 1;
-                if (32 % UNITS == 0 && TURNS % COPIERS == 0 && begin + TOKENS <= end) {
-                    const int row = copier() * SHARE * ROWS + lane() / UNITS;
-                    const i64 from = offset + i64(begin + row) * (KV_HEADS * DIM) + lane() % UNITS * 8;
-                    const u16 *keys = at.keys + from, *values = at.values + from;
-                    u8* place = to + row * PITCH + lane() % UNITS * 16;
-                    ROLLED for (int t = 0; t < SHARE; t += EACH) {
-                        UNROLL for (int e = 0; e < EACH; ++e) {
-                            copy_small(place + e * ROWS * PITCH, keys + e * (ROWS * KV_HEADS * DIM));
-                            copy_small(place + (TOKENS + e * ROWS) * PITCH, values + e * (ROWS * KV_HEADS * DIM));
-                        }
-                        place += EACH * ROWS * PITCH;
-                        keys += EACH * (ROWS * KV_HEADS * DIM);
-                        values += EACH * (ROWS * KV_HEADS * DIM);
-                    }
-                } else {
-                    ROLLED for (int n = copier() * 32 + lane(); n < many * UNITS; n += 32 * COPIERS) {
-                        const int row = n / UNITS, unit = n % UNITS;
-                        const i64 from = offset + i64(min_int(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
-                        copy_small(to + row * PITCH + unit * 16, at.keys + from);
-                        copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
-                    }
+                constexpr int UNITS = DIM / 8;
+                const int many = min_int(TOKENS, ceil_div(end - begin, 16) * 16);
+                ROLLED for (int e = copier() * 32 + lane(); e < many * UNITS; e += 32 * COPIERS) {
+                    const i64 from = ((row + min_int(begin + e / UNITS, end - 1)) * KV_HEADS + head) * DIM + e % UNITS * 8;
+                    u8* place = to + cached_at(e / UNITS, e % UNITS);
+                    copy_small(place, at.keys + from);
+                    copy_small(place + CACHED, at.values + from);
                 }
                 copies_arrive(full(next % STAGES));
                 sync_warp();                       // the phase can end only when all lanes have joined it

@@ -37,7 +37,7 @@ struct Params {
     u64* words;
     u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
     u64* stamps;
-    const TensorMap* maps;                         // of the codes: qkv, out, into, down of each layer
+    const TensorMap* maps;                         // MAPS of each layer: codes of qkv, out, into, down; keys, values
     i64 room;                                      // tokens that the cache has room for
     u64 limit;                                     // nanoseconds
     i32 layer_count, vocab;
@@ -48,12 +48,20 @@ constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 *
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
 constexpr float NONE = -1e30f;
 
+// Keys of a tile of the cache, and their values CACHED bytes later: heads of whole runs of 128 bytes are
+// copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
+constexpr bool BOXES = DIM % 64 == 0;
+constexpr int CACHED = TOKENS * (BOXES ? 2 * DIM : PITCH), MAPS = (CODES ? 4 : 0) + (BOXES ? 2 : 0);
+
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
 FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
 FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 FN constexpr int min_int(int a, int b) { return a < b ? a : b; }
 FN constexpr int max_int(int a, int b) { return a > b ? a : b; }
+FN int cached_at(int row, int unit) {              // of 16 bytes
+    return BOXES ? unit / 8 * (TOKENS * 128) + row * 128 + swizzled(row % 8, unit % 8) : row * PITCH + unit * 16;
+}
 
 // Shared memory
 
@@ -315,21 +323,21 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             const Layer at = following;
             following = p.layers[min_int(l + 1, p.layer_count - 1)];
             const Spread over = spread(at.window, position);
-#if CODES
-            const TensorMap* maps = p.maps + 4 * l;
-            if (lane() < 4 && copier() == 0) {
+            const TensorMap* maps = p.maps + MAPS * l;
+            if (lane() < MAPS && copier() == 0) {
                 map_ready(maps + lane());
-                prefetch_map(p.maps + 4 * min_int(l + 1, p.layer_count - 1) + lane());
+                prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
             }
+#if CODES
             work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
-            work.cached(at, over, p.room);
+            work.cached(at, maps + 4, over, p.room);
             if (over.splits > 1) take(work.first, BATCH * HEADS);
             work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
             work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.into_scales, INNER, true);
             work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
 #else
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
-            work.cached(at, over, p.room);
+            work.cached(at, maps, over, p.room);
             if (over.splits > 1) take(work.first, BATCH * HEADS);
             work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
             work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);

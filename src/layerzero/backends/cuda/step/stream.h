@@ -41,8 +41,8 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
                  :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
 }
 
-// How a box of 8 rows of a matrix of bytes is copied at once (tensor_maps.py): runs of 128 bytes, those
-// of the eight rows together, and in each the units of 16 bytes at `swizzled`.
+// How a box of rows of a matrix of bytes is copied at once (tensor_maps.py): runs of 128 bytes, those
+// of all rows together, and in each the units of 16 bytes at `swizzled` of the row's number modulo 8.
 struct alignas(64) TensorMap { u8 opaque[128]; };
 
 FN int swizzled(int row, int unit) { return (unit ^ row) * 16; }

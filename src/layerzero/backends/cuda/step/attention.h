@@ -211,60 +211,45 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
     ++work.phase;
 }
 
-// Of the splits of a head, by one warp
+// Of the splits of a head: 32 words of it by one warp, MANY splits at a time, with their maxima and sums
 FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
-    const Share share = take(work.first, BATCH * HEADS);
+    const Share share = take(work.first, MERGES);
     if (warp()) return;
-    constexpr int EACH = (DIM / 2 + 31) / 32, LONG = (SPLITS + 31) / 32, MANY = 8;
+    constexpr int MANY = min_int(16, SPLITS);
     ROLLED for (int n = 0; n < share.count; ++n) {
-        const int query = share.item(n);
-        float sums[LONG], top = NONE, whole = 0, left[EACH], right[EACH];
-        UNROLL for (int i = 0; i < LONG; ++i) {
-            const int split = i * 32 + lane();
-            sums[i] = NONE;
-            if (split < over.splits) {
-                u64 v;
-                int spins = 0;
-                do v = peek(words + SUMS_AT + query * SPLITS + split);
-                while (u32(v >> 32) != tag && !in_vain(work.watch, spins));
-                sums[i] = bits_float(u32(v));
-            }
-            top = fmaxf(top, sums[i]);
-        }
-        top = warp_max(top);
-        UNROLL for (int i = 0; i < LONG; ++i) whole += sums[i] = fast_exp2(sums[i] - top);
-        whole = warp_sum(whole);
-        UNROLL for (int e = 0; e < EACH; ++e) left[e] = right[e] = 0;
+        const int query = share.item(n) / PIECES, place = share.item(n) % PIECES * 32 + lane();
+        const bool is_mine = place < DIM / 2;
+        float top = NONE, whole = 0, left = 0, right = 0;
         ROLLED for (int split = 0; split < over.splits; split += MANY) {
-            u64 v[MANY][EACH];
+            const int many = min_int(MANY, over.splits - split);
+            const u64* sums = words + SUMS_AT + query * SPLITS + split;
+            const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + (is_mine ? place : 0);
+            u64 sum, part[MANY];
             bool all;
             int spins = 0;
             do {
-                all = true;
+                sum = peek(sums + min_int(lane(), many - 1));
+                all = u32(sum >> 32) == tag;
                 UNROLL for (int m = 0; m < MANY; ++m)
-                    UNROLL for (int e = 0; e < EACH; ++e) {
-                        if (split + m >= over.splits || e * 32 + lane() >= DIM / 2) continue;
-                        v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
-                        all &= u32(v[m][e] >> 32) == tag;
+                    if (m < many) {
+                        part[m] = peek(parts + m * (DIM / 2));
+                        all &= u32(part[m] >> 32) == tag;
                     }
             } while (!all && !in_vain(work.watch, spins));
+            const float log_sum = lane() < many ? bits_float(u32(sum)) : NONE, before = top;
+            top = fmaxf(top, warp_max(log_sum));
+            const float by = fast_exp2(log_sum - top), rescale = fast_exp2(before - top);
+            whole = whole * rescale + warp_sum(by);
+            left *= rescale, right *= rescale;
             UNROLL for (int m = 0; m < MANY; ++m) {
-                float by = 0;
-                UNROLL for (int i = 0; i < LONG; ++i) {
-                    const float found = shuffle(sums[i], (split + m) % 32);
-                    if ((split + m) / 32 == i) by = found;
-                }
-                if (split + m < over.splits)
-                    UNROLL for (int e = 0; e < EACH; ++e) {
-                        left[e] += by * low(u32(v[m][e]));
-                        right[e] += by * high(u32(v[m][e]));
-                    }
+                const float weight = shuffle(by, m);
+                if (m >= many) continue;
+                left += weight * low(u32(part[m]));
+                right += weight * high(u32(part[m]));
             }
         }
         const float by = 1.0f / whole;
-        UNROLL for (int e = 0; e < EACH; ++e)
-            if (e * 32 + lane() < DIM / 2)
-                post(words + ATTENTION_AT + query * (DIM / 2) + e * 32 + lane(),
-                     word(pack2<true>(left[e] * by, right[e] * by), tag));
+        if (is_mine)
+            post(words + ATTENTION_AT + query * (DIM / 2) + place, word(pack2<true>(left * by, right * by), tag));
     }
 }

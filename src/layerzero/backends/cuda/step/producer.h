@@ -36,12 +36,11 @@ struct Producer {
     // Of rows x K, in slices; every tile is of ROWS rows
     template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
         const Share share = take(first, ceil_div(rows, ROWS));
-        const int items = padded(share.count, SLICES);
-        for (int n = 0; n < items; n += SLICES == 1 ? 1 : WARPS)
+        for (int n = 0; n < share.count; n += SLICES == 1 ? 1 : WARPS)
             for (int slice = 0; slice < SLICES; ++slice)
-                for (int e = n; e < (SLICES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                for (int e = n; e < n + (SLICES == 1 ? 1 : together(n, share.count)); ++e, ++next) {
                     const int row = share.item(e) * ROWS;
-                    const int many = copier() == 0 && e < share.count ? min_int(ROWS, rows - row) : 0;
+                    const int many = copier() == 0 ? min_int(ROWS, rows - row) : 0;
                     u8* to = acquire(many * (K / SLICES * 2));
                     if (lane() || !many || !to) continue;
                     const u16* from = weight + i64(row) * K + slice * (K / SLICES);
@@ -56,14 +55,12 @@ struct Producer {
     template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {
         constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
         const Share share = take(first, INNER / VALUES);
-        const int items = padded(share.count, TILES);
-        for (int n = 0; n < items; n += TILES == 1 ? 1 : WARPS)
+        for (int n = 0; n < share.count; n += TILES == 1 ? 1 : WARPS)
             for (int tile = 0; tile < TILES; ++tile)
-                for (int e = n; e < (TILES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                for (int e = n; e < n + (TILES == 1 ? 1 : together(n, share.count)); ++e, ++next) {
                     constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
-                    const bool is_mine = copier() == 0 && e < share.count;
-                    u8* to = acquire(is_mine ? 2 * bytes : 0);
-                    if (lane() || !is_mine || !to) continue;
+                    u8* to = acquire(copier() ? 0 : 2 * bytes);
+                    if (lane() || copier() || !to) continue;
                     const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
                     const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
                     copy_bulk(to, from, bytes, full(next % STAGES));

@@ -52,6 +52,7 @@ constexpr float NONE = -1e30f;
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
 constexpr bool BOXES = DIM % 64 == 0;
 constexpr int CACHED = TOKENS * (BOXES ? 2 * DIM : PITCH), MAPS = (CODES ? 4 : 0) + (BOXES ? 2 : 0);
+constexpr int PIECES = (DIM / 2 + 31) / 32, MERGES = BATCH * HEADS * PIECES;   // of a head, each a warp's
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
@@ -140,11 +141,13 @@ FN Spread spread(i64 window, int position) {
     return {start, chunk, max_int(1, ceil_div(past, chunk)), position};
 }
 
-// Tiles that an item of several takes are WARPS apart, so that one warp gets them all.
-FN int sequence(int n, int tile, int tiles) {
-    return tiles == 1 ? n : n / WARPS * WARPS * tiles + tile * WARPS + n % WARPS;
+// Where a tile of an item of several lies among all tiles of `count` items: WARPS items at a time, or
+// those that are left, have their first tiles, then their second ones, so that one warp gets all of an
+// item and others work beside it.
+FN int together(int n, int count) { return min_int(WARPS, count - n / WARPS * WARPS); }
+FN int sequence(int n, int tile, int tiles, int count) {
+    return tiles == 1 ? n : n / WARPS * WARPS * tiles + tile * together(n, count) + n % WARPS;
 }
-FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count, WARPS) * WARPS; }
 
 #include "producer.h"
 
@@ -240,17 +243,17 @@ struct Consumer {
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
         const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
-        const int items = padded(share.count, tiles);
-        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
+        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < share.count; n += WARPS) {
             const int row = share.item(n) * ROWS + min_int(lane(), ROWS - 1);
-            const bool wanted = n < share.count && lane() < ROWS && row < to.rows;
+            const bool wanted = lane() < ROWS && row < to.rows;
             const float bias = BIAS && wanted && to.kind == TO_QKV ? to_float<true>(to.bias[row]) : 0.0f;
             float before[BATCH];
             ROLLED for (int g = 0; g < groups; ++g) {
                 float acc[BATCH][ROWS];
                 UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
                 ROLLED for (int s = 0; s < SLICES; ++s)
-                    multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
+                    multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles, share.count),
+                                                      x + s * (K / SLICES), acc);
                 UNROLL for (int b = 0; b < BATCH; ++b) {
                     UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
                     if (!gated) {
@@ -262,11 +265,11 @@ struct Consumer {
                     u64* at = to.words + b * (INNER / 2) + share.item(n) * (values / 2);
                     if (ROWS == 2) {
                         const float value = activated(acc[b][0], acc[b][1 % ROWS]);
-                        if (g && n < share.count && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
+                        if (g && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
                         before[b] = value;
                     } else {
                         UNROLL for (int v = 0; v < ROWS / 4; ++v)
-                            if (lane() == v && n < share.count)
+                            if (lane() == v)
                                 post(at + v, word(pack2<true>(activated(acc[b][2 * v], acc[b][ROWS / 2 + 2 * v]),
                                                               activated(acc[b][2 * v + 1], acc[b][ROWS / 2 + 2 * v + 1])),
                                                   to.tag));
@@ -274,7 +277,7 @@ struct Consumer {
                 }
             }
         }
-        next += items * tiles;
+        next += share.count * tiles;
         ++phase;
     }
 #if CODES
@@ -331,14 +334,14 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 #if CODES
             work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
             work.cached(at, maps + 4, over, p.room);
-            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            if (over.splits > 1) take(work.first, MERGES);
             work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
             work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.into_scales, INNER, true);
             work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
 #else
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
             work.cached(at, maps, over, p.room);
-            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            if (over.splits > 1) take(work.first, MERGES);
             work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
             work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
             work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);

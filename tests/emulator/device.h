@@ -224,6 +224,7 @@ FN u8* shared() { return emulator::now->block->shared; }
 
 // Bits
 
+FN void wait_for_previous() {}
 FN u32 float_bits(float v) { u32 r; memcpy(&r, &v, 4); return r; }
 FN float bits_float(u32 v) { float r; memcpy(&r, &v, 4); return r; }
 

@@ -23,8 +23,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..backends.cuda import graph_edges
 from ..dispatch.dispatcher import dispatchers
 from ..machine import faults, locks
+from ..spec import replay
 from ..spec.errors import ConfigError, DeviceLost
 from ..spec.event import HealthChanged
 from ..spec.kernel import Kernel
@@ -231,8 +233,9 @@ class Attempt:
 
 
 def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
-            **options: Any) -> Attempt:
-    """Warm up and capture `fn`.
+            overlap: bool = False, **options: Any) -> Attempt:
+    """Warm up and capture `fn`. `overlap`: kernels that can wait by themselves begin while the one
+    before ends (programmatic dependent launch).
 
     Problems are returned, not raised; a lost device raises DeviceLost.
     """
@@ -242,7 +245,9 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     except faults.FAULTS as e:
         first = first_cause(e, handled)
         return Attempt(problems=(problem_of(first, "before the capture: "),), begun=False)
-    cuda_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    overlap = overlap and bool(replay.waiting)
+    cuda_graph = torch.cuda.CUDAGraph(keep_graph=True) if overlap else torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
     gc.collect()
     torch.cuda.empty_cache()
     # torch keeps generator state there, outside of any pool; `pin`
@@ -261,6 +266,9 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
                          for where in synchronizations(fn)
                          if where not in problems[0].where]
         return Attempt(calls=calls, problems=tuple(problems))
+    if overlap:
+        graph_edges.overlap(cuda_graph.raw_cuda_graph(), replay.waiting)
+        cuda_graph.instantiate()
     torch.cuda.synchronize()
     free_after, reserved_after, after = _memory()
     del pin

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 Grid = tuple[int, int, int]
 MAX_INT32 = 2**31 - 1                          # the largest number that is passed as 32 bits
+# Functions, by their handles in the driver, that wait for what was launched before them by
+# themselves (griddepcontrol.wait): in a graph they may begin before that has ended.
+waiting: set[int] = set()
 
 
 class Varying(NamedTuple):

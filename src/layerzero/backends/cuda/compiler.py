@@ -455,6 +455,8 @@ class CompiledCuda:
                         and driver().cuFuncSetAttribute(function, ANY_CLUSTER_SIZE, 1)))
         if code:
             raise failure(code, f"loading {self.source}:{self.name} on cuda:{device}")
+        if "wait_for_previous()" in (FOLDER / self.source).read_text():
+            replay.waiting.add(function.value or 0)
         return function
 
 

@@ -32,6 +32,14 @@ FN u8* shared() {
     return lz_shared;
 }
 
+// Lets the next kernel be launched, and waits for the one before, if a graph let this one begin before
+// that had ended (graph_edges.py): ahead of the first thing that other kernels write or read.
+FN void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Bits
 
 FN u32 float_bits(float v) { return __float_as_uint(v); }

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .dependent import wait_for_previous, waits
 from .launch import Launcher
 
 BLOCK = 2048
@@ -27,7 +28,8 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, inner, KIND: tl.constexpr,
-                BLOCK: tl.constexpr):
+                BLOCK: tl.constexpr, WAIT: tl.constexpr):
+    wait_for_previous(WAIT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -48,7 +50,8 @@ def gate(gates: Tensor, ups: Tensor, activation: str, block: int = BLOCK, warps:
         block = min(block, triton.next_power_of_2(inner))
         _launch((-(-inner // block), rows), (gates, ups, out, gates.stride(0), ups.stride(0),
                                              inner),
-                {"KIND": KINDS[activation], "BLOCK": block, "num_warps": warps})
+                {"KIND": KINDS[activation], "BLOCK": block, "WAIT": waits(gates.device),
+                 "num_warps": warps})
     return out
 
 

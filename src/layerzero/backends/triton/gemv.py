@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent import prefetch_rows, prefetched, wait_for_previous, waits
 from .launch import Launcher
 from .machine import counters, device_size
 
@@ -91,13 +92,15 @@ def one_row_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, w_row, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WAIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):
     """Multiply by weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for
     the whole row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end are clamped, and not stored
     source = tl.minimum(row, n - 1).to(tl.int64)
+    prefetch_rows(w_ptr + source * w_row, REQUESTS)
+    wait_for_previous(WAIT)
     block: tl.constexpr = LANES * VEC
     even: tl.constexpr = K % block == 0
     lane = tl.arange(0, LANES)
@@ -232,7 +235,7 @@ def one_row_int4_kernel(
 def few_rows_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits, x_row, w_row,
     K: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):
     """Multiply few rows by weights of floats; those of codes are in quantized.py."""
     block, split = tl.program_id(0), tl.program_id(1)
@@ -241,6 +244,9 @@ def few_rows_kernel(
     m = tl.arange(0, ROWS)
     even: tl.constexpr = K % BLOCK_K == 0
     split_width = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
+    prefetch_rows(w_ptr + source * w_row + tl.minimum(split * split_width, K - STAGES * BLOCK_K),
+                  REQUESTS)
+    wait_for_previous(WAIT)
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for first in tl.range(split * split_width, tl.minimum((split + 1) * split_width, K),
                           BLOCK_K, num_stages=STAGES):
@@ -342,7 +348,8 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
         vec = 16 // weight.element_size()
         _one_row(grid, (flat, weight, *optional_args, out, n, weight.stride(0), scale_row), {
             **options, "SCALED": scales is not None, "VEC": vec,
-            "LANES": min(cfg.block_k, triton.next_power_of_2(-(-k // vec)))})
+            "LANES": (lanes := min(cfg.block_k, triton.next_power_of_2(-(-k // vec)))),
+            "WAIT": waits(x.device), "REQUESTS": prefetched(weight, lanes * vec)})
     else:
         parts = count = x
         if cfg.splits > 1:
@@ -353,7 +360,8 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
             flat, weight, optional_args[2], out, parts, count, rows, n, cfg.splits, flat.stride(0),
             weight.stride(0)), {
             "K": k, "BIAS": bias is not None, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k,
-            "ROWS": MAX_ROWS, "STAGES": cfg.stages, "num_warps": cfg.warps})
+            "ROWS": MAX_ROWS, "STAGES": cfg.stages, "WAIT": waits(x.device),
+            "REQUESTS": prefetched(weight, cfg.stages * cfg.block_k), "num_warps": cfg.warps})
     return out
 
 

@@ -178,6 +178,8 @@ class Launcher:
                          compiled.metadata.num_warps)
         for listener in listeners:
             listener(event)
+        (replay.waiting.add if "griddepcontrol.wait" in str(compiled.asm.get("ptx", ""))
+         else replay.waiting.discard)(compiled.function)
         constants = tuple(meta.get(p.name, p.default) for p in self.fn.params[self._runtime:])
         return _Ready(compiled.run, compiled.function, compiled.packed_metadata, constants,
                       compiled)

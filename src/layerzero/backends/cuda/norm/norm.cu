@@ -25,6 +25,22 @@ KERNEL(rms_norm, Params, THREADS)
 {
     float* part = (float*)shared();                // two buffers of sums: those of the previous row may still be read
     float weight[EACH][8];
+    UNROLL for (int n = 0; n < EACH; ++n) {
+        const int unit = n * THREADS + thread();
+        if (unit >= UNITS) continue;
+#if WEIGHT == 1
+        const Four w = load4((const u16*)p.weight + unit * 8);
+        const u32 pairs[4] = {w.x, w.y, w.z, w.w};
+        UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = (e % 2 ? high(pairs[e / 2]) : low(pairs[e / 2]));
+#elif WEIGHT == 2
+        const Four a = load4((const float*)p.weight + unit * 8), b = load4((const float*)p.weight + unit * 8 + 4);
+        const u32 bits[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = bits_float(bits[e]);
+#else
+        UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = 1.0f - p.offset;
+#endif
+    }
+    wait_for_previous();
     ROLLED for (int row = block_x(), odd = 0; row < p.rows; row += grid_x(), odd ^= 1) {
         Four x[EACH];
         UNROLL for (int n = 0; n < EACH; ++n) {
@@ -41,23 +57,6 @@ KERNEL(rms_norm, Params, THREADS)
 #endif
             } else {
                 x[n] = {0, 0, 0, 0};
-            }
-        }
-        if (row == block_x()) {                    // once
-            UNROLL for (int n = 0; n < EACH; ++n) {
-                const int unit = n * THREADS + thread();
-                if (unit >= UNITS) continue;
-#if WEIGHT == 1
-                const Four w = load4((const u16*)p.weight + unit * 8);
-                const u32 pairs[4] = {w.x, w.y, w.z, w.w};
-                UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = (e % 2 ? high(pairs[e / 2]) : low(pairs[e / 2]));
-#elif WEIGHT == 2
-                const Four a = load4((const float*)p.weight + unit * 8), b = load4((const float*)p.weight + unit * 8 + 4);
-                const u32 bits[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-                UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = bits_float(bits[e]);
-#else
-                UNROLL for (int e = 0; e < 8; ++e) weight[n][e] = 1.0f - p.offset;
-#endif
             }
         }
         float sum = 0;

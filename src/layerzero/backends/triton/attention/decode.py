@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....spec import replay
 from ....spec.replay import MAX_INT32, Varying
+from ..dependent import waits
 from ..launch import Launcher
 from ..machine import counters, device_size
 from .decode_kernel import decode_kernel
@@ -147,8 +148,7 @@ def launch(
         "ALIBI": slopes is not None, "SOFTCAP": softcap > 0.0, "LSE": lse is not None,
         "SPLITS": splits_pow, "USED": rows_pow,
         "DEPTH": min(triton.next_power_of_2(dim_v), max(1, MERGE_TILE // (splits_pow * rows_pow))),
-        "STAGES": cfg.stages,
-        "num_warps": cfg.warps}, varying)
+        "STAGES": cfg.stages, "WAIT": waits(query.device), "num_warps": cfg.warps}, varying)
 
 
 def _per_head(scale: Tensor | None) -> int:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..dependent import wait_for_previous
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -96,7 +98,7 @@ def decode_kernel(
     LENGTHS: tl.constexpr, STARTS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr,
-    USED: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    USED: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):
     """Attends to `keys` keys with at most `max_queries` queries per head. PAGE 0: dense K and V;
     else a page table.
@@ -106,6 +108,7 @@ def decode_kernel(
     LENGTHS: the number of keys of each batch entry. STARTS: where its queries begin in a packed
     tensor.
     """
+    wait_for_previous(WAIT)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     batch64 = batch.to(tl.int64)

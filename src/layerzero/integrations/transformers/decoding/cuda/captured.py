@@ -228,7 +228,8 @@ class FixedBuffers:
         generator = torch.cuda.default_generators[place.index or 0]
         before = generator.get_state()         # a seed gives the same tokens, captured or not
         compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
-        trial = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]))
+        trial = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]),
+                               overlap=True)
         generator.set_state(before)
         self.length = -1
         if trial.problems:

@@ -68,7 +68,7 @@ class FixedRows:
         if not self._step_input.is_cuda:
             return
         self._set_position(length)
-        trial = graphs.attempt(self._run)
+        trial = graphs.attempt(self._run, overlap=True)
         if trial.problems:
             raise Uncapturable(f"the rows cannot be captured: {trial.problems[0]}")
         self._out, self._replay = trial.result, trial.graph.replay

@@ -221,7 +221,7 @@ def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input:
         race, trials = Race(stopwatch("cuda"), faults.FAULTS), []
         for name, run in runs.items():
             _place(state, middle)
-            tried = graphs.attempt(run)
+            tried = graphs.attempt(run, overlap=True)
             if tried.problems:
                 raise NotRecognised(f"it cannot be captured: {tried.problems[0]}")
             trials.append(tried)               # the graphs live as long as they are timed

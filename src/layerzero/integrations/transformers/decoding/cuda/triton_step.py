@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .....backends.triton import gemv
 from .....backends.triton.attention.decode import launch
+from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
+from .....backends.triton.launch import Launcher
 
 __all__ = ["attend", "gate", "rotate_and_store", "wide"]
 Run = Callable[..., Any]
@@ -30,9 +32,10 @@ def _rotate_and_store_kernel(
     both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row,
     both_head, value_row, value_head, room_row, room_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    HALF_POW: tl.constexpr, REST_POW: tl.constexpr, DIM_POW: tl.constexpr,
+    HALF_POW: tl.constexpr, REST_POW: tl.constexpr, DIM_POW: tl.constexpr, WAIT: tl.constexpr,
 ):
     """One program for each head of one token: queries first, then keys, then values."""
+    wait_for_previous(WAIT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr)
     if head < HEADS + KV_HEADS:
@@ -65,6 +68,9 @@ def _rotate_and_store_kernel(
                  value, mask=inside)
 
 
+_rotate_and_store = Launcher(_rotate_and_store_kernel)
+
+
 def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
                      values: Tensor) -> Tensor:
     """Rotate queries and keys; return the queries (batch, heads, dim), write keys and values into
@@ -79,12 +85,13 @@ def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tens
     kv_heads = value.shape[2]
     heads, half = rotated - kv_heads, angles.shape[1] // 4
     query = torch.empty((batch, heads, dim), dtype=both.dtype, device=both.device)
-    _rotate_and_store_kernel[(batch, rotated + kv_heads)](
+    _rotate_and_store((batch, rotated + kv_heads), (
         both, value, angles, position, query, keys, values, both.stride(0), both.stride(2),
-        value.stride(0), value.stride(2), keys.stride(0), keys.stride(1), HEADS=heads,
-        KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_POW=triton.next_power_of_2(half),
-        REST_POW=triton.next_power_of_2(max(1, dim - 2 * half)),
-        DIM_POW=triton.next_power_of_2(dim), num_warps=1)
+        value.stride(0), value.stride(2), keys.stride(0), keys.stride(1)), {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF": half,
+        "HALF_POW": triton.next_power_of_2(half),
+        "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)),
+        "DIM_POW": triton.next_power_of_2(dim), "WAIT": waits(both.device), "num_warps": 1})
     return query
 
 

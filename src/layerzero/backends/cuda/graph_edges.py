@@ -46,6 +46,8 @@ def overlap(graph: int, waiting: Set[int]) -> int:
             POINTER(c_size_t) if "Get" in name else c_size_t)
     count = c_size_t()
     _check(driver.cuGraphGetEdges_v2(graph, None, None, None, byref(count)))
+    if not count.value:                        # a single kernel; the driver takes no empty lists
+        return 0
     before, after = (c_void_p * count.value)(), (c_void_p * count.value)()
     edges = (Edge * count.value)()
     _check(driver.cuGraphGetEdges_v2(graph, before, after, edges, byref(count)))

@@ -227,9 +227,10 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
             u64 sum, part[MANY];
             bool all;
             int spins = 0;
+            do sum = peek(sums + min_int(lane(), many - 1));   // alone: what is asked for in vain delays the others
+            while (u32(sum >> 32) != tag && !in_vain(work.watch, spins));
             do {
-                sum = peek(sums + min_int(lane(), many - 1));
-                all = u32(sum >> 32) == tag;
+                all = true;
                 UNROLL for (int m = 0; m < MANY; ++m)
                     if (m < many) {
                         part[m] = peek(parts + m * (DIM / 2));

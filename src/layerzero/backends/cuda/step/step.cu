@@ -143,7 +143,7 @@ FN Spread spread(i64 window, int position) {
 
 // Where a tile of an item of several lies among all tiles of `count` items: WARPS items at a time, or
 // those that are left, have their first tiles, then their second ones, so that one warp gets all of an
-// item and others work beside it.
+// item and others work beside it. But for those that are left, a stage of the ring is always one warp's.
 FN int together(int n, int count) { return min_int(WARPS, count - n / WARPS * WARPS); }
 FN int sequence(int n, int tile, int tiles, int count) {
     return tiles == 1 ? n : n / WARPS * WARPS * tiles + tile * together(n, count) + n % WARPS;
@@ -188,6 +188,11 @@ struct Consumer {
     FN_MEMBER const u8* tile(int number) const {
         wait(full(number % STAGES), (number / STAGES) & 1, watch);
         return shared() + number % STAGES * STAGE;
+    }
+
+    // Of a stage that another warp had before: until that has released it the parity of `full` says nothing.
+    FN_MEMBER void wait_for_stage(int number) const {
+        if (number >= STAGES) wait(empty(number % STAGES), (number / STAGES - 1) & 1, watch);
     }
 
     FN_MEMBER void release(int number) const {
@@ -251,9 +256,11 @@ struct Consumer {
             ROLLED for (int g = 0; g < groups; ++g) {
                 float acc[BATCH][ROWS];
                 UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
-                ROLLED for (int s = 0; s < SLICES; ++s)
-                    multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles, share.count),
-                                                      x + s * (K / SLICES), acc);
+                ROLLED for (int s = 0; s < SLICES; ++s) {
+                    const int number = next + sequence(n, g * SLICES + s, tiles, share.count);
+                    if (tiles > 1 && together(n, share.count) < WARPS) wait_for_stage(number);
+                    multiply<ROWS, K / SLICES / 8, K>(number, x + s * (K / SLICES), acc);
+                }
                 UNROLL for (int b = 0; b < BATCH; ++b) {
                     UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
                     if (!gated) {

@@ -211,46 +211,47 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
     ++work.phase;
 }
 
-// Of the splits of a head: 32 words of it by one warp, MANY splits at a time, with their maxima and sums
+// Of the splits of a head: a warp has PIECE words of it, and asks for those of 16 splits at once. The
+// instructions are few, since they are fetched anew in every layer.
 FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
     const Share share = take(work.first, MERGES);
-    if (warp()) return;
-    constexpr int MANY = min_int(16, SPLITS);
-    ROLLED for (int n = 0; n < share.count; ++n) {
-        const int query = share.item(n) / PIECES, place = share.item(n) % PIECES * 32 + lane();
-        const bool is_mine = place < DIM / 2;
+    constexpr int BESIDE = 32 / PIECE, EACH = 4, MANY = BESIDE * EACH;     // splits of a lane's neighbours, its own, all
+    ROLLED for (int n = warp(); n < share.count; n += WARPS) {
+        const int query = share.item(n) / PIECES, place = share.item(n) % PIECES * PIECE + lane() % PIECE;
         float top = NONE, whole = 0, left = 0, right = 0;
         ROLLED for (int split = 0; split < over.splits; split += MANY) {
             const int many = min_int(MANY, over.splits - split);
             const u64* sums = words + SUMS_AT + query * SPLITS + split;
-            const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + (is_mine ? place : 0);
-            u64 sum, part[MANY];
+            const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + place;
+            u64 sum, part[EACH];
             bool all;
             int spins = 0;
             do sum = peek(sums + min_int(lane(), many - 1));   // alone: what is asked for in vain delays the others
             while (u32(sum >> 32) != tag && !in_vain(work.watch, spins));
             do {
                 all = true;
-                UNROLL for (int m = 0; m < MANY; ++m)
-                    if (m < many) {
-                        part[m] = peek(parts + m * (DIM / 2));
-                        all &= u32(part[m] >> 32) == tag;
-                    }
+                UNROLL for (int e = 0; e < EACH; ++e) {
+                    part[e] = peek(parts + min_int(e * BESIDE + lane() / PIECE, many - 1) * (DIM / 2));
+                    all &= u32(part[e] >> 32) == tag;
+                }
             } while (!all && !in_vain(work.watch, spins));
             const float log_sum = lane() < many ? bits_float(u32(sum)) : NONE, before = top;
             top = fmaxf(top, warp_max(log_sum));
             const float by = fast_exp2(log_sum - top), rescale = fast_exp2(before - top);
             whole = whole * rescale + warp_sum(by);
             left *= rescale, right *= rescale;
-            UNROLL for (int m = 0; m < MANY; ++m) {
-                const float weight = shuffle(by, m);
-                if (m >= many) continue;
-                left += weight * low(u32(part[m]));
-                right += weight * high(u32(part[m]));
+            UNROLL for (int e = 0; e < EACH; ++e) {
+                const float weight = shuffle(by, e * BESIDE + lane() / PIECE);   // 0 past the end
+                left += weight * low(u32(part[e]));
+                right += weight * high(u32(part[e]));
             }
         }
+        UNROLL for (int mask = PIECE; mask < 32; mask *= 2) {
+            left += shuffle_xor(left, mask);
+            right += shuffle_xor(right, mask);
+        }
         const float by = 1.0f / whole;
-        if (is_mine)
+        if (lane() < PIECE)
             post(words + ATTENTION_AT + query * (DIM / 2) + place, word(pack2<true>(left * by, right * by), tag));
     }
 }

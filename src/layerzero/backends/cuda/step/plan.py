@@ -67,7 +67,7 @@ class Config(NamedTuple):
     ahead: int = 2             # and before their phase has begun
     chunk: int = 128           # tokens of the cache that a block has at least
     tile: int = 16384          # bytes
-    copiers: int = 2           # warps that copy
+    copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
     stamps: bool = False       # keep the time of every phase, for a profile

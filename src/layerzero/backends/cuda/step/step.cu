@@ -52,7 +52,7 @@ constexpr float NONE = -1e30f;
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
 constexpr bool BOXES = DIM % 64 == 0;
 constexpr int CACHED = TOKENS * (BOXES ? 2 * DIM : PITCH), MAPS = (CODES ? 4 : 0) + (BOXES ? 2 : 0);
-constexpr int PIECES = (DIM / 2 + 31) / 32, MERGES = BATCH * HEADS * PIECES;   // of a head, each a warp's
+constexpr int PIECE = 8, PIECES = DIM / 2 / PIECE, MERGES = BATCH * HEADS * PIECES;    // words of a head that a warp merges
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }

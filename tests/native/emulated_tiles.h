@@ -10,11 +10,8 @@
 
 namespace lz::quant {
 
-using WideLanes = PlainLanes<16, false>;
-
-struct EmulatedTiles : WideLanes {
+struct EmulatedTiles : PlainLanes<16, false> {
   static constexpr bool TILES = true;
-  static bool usable() { return true; }
 
   struct Tile { int rows, bytes; uint8_t at[16][64]; };
   static inline thread_local Tile tiles[8];
@@ -56,7 +53,5 @@ struct EmulatedTiles : WideLanes {
       }
   }
 };
-
-template <> struct TilesOf<WideLanes> { using type = EmulatedTiles; };
 
 }  // namespace lz::quant

@@ -8,7 +8,11 @@
 
 #include "portable.h"
 #include "tiles.h"
-#if defined(__ARM_FEATURE_DOTPROD)
+// With vectors of 128 bits NEON does the same work.
+#if defined(__ARM_FEATURE_SVE) && (__ARM_FEATURE_SVE_BITS == 256 || __ARM_FEATURE_SVE_BITS == 512)
+#define LZ_SVE
+#include "sve.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include "neon.h"
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "avx512.h"
@@ -21,7 +25,10 @@
 
 namespace lz::quant {
 
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(LZ_SVE)
+using Isa = Sve;
+constexpr const char *ISA = Sve::MATRIX ? "sve i8mm" : "sve";
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
 using Isa = NeonMatrix;
 constexpr const char *ISA = "neon i8mm";
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -37,6 +44,12 @@ constexpr const char *ISA = "avx2";
 using Isa = Portable;
 constexpr const char *ISA = "portable";
 #endif
+
+template <class S = Isa> bool tiles_usable() {
+  using T = typename TilesOf<S>::type;
+  if constexpr (std::is_void_v<T>) return false;
+  else return T::usable();
+}
 
 // Rows of x up to which codes are decoded in registers, for every four of them again.
 constexpr int64_t few_rows_of(Format f) { return f == Q6_K ? 4 : 8; }
@@ -191,23 +204,26 @@ template <class S, Format F> bool run_pieces(const Linear &q, const Pieces &piec
   return true;
 }
 
+constexpr int64_t panels(int64_t outputs) { return (outputs + PANEL_ROWS - 1) / PANEL_ROWS; }
+
+// T: lane vectors with tile instructions.
+template <class T, Format F> bool run_tiles(const Linear &q) {
+  constexpr int64_t bytes = TILE_WIDTH / block_size(F) * (PANEL_ROWS / T::R) * int64_t(sizeof(TileBlock<T, F>));
+  return run_pieces<T, F>(q, {panels(q.outputs), bytes + (q.rows + TILE_ROWS) * PANEL_ROWS * int64_t(sizeof(float)),
+      [](const Linear &q, const Activations &a, int64_t i, char *own) {
+        tile_panel<T, F>(q, a, i, (TileBlock<T, F> *)own, (float *)(own + bytes));
+      }});
+}
+
 template <class S, Format F> bool run_linear(const Linear &q) {
   using T = typename TilesOf<S>::type;
-  const int64_t panels = (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS, row_sums = PANEL_ROWS * int64_t(sizeof(float));
   if constexpr (!std::is_void_v<T>)
-    if (q.tiles == ALWAYS || q.tiles == BY_ROWS && q.rows >= tile_rows_of(F))
-      if (T::usable()) {
-        constexpr int64_t bytes = TILE_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(TileBlock<T, F>));
-        return run_pieces<S, F>(q, {panels, bytes + (q.rows + TILE_ROWS) * row_sums,
-            [](const Linear &q, const Activations &a, int64_t i, char *own) {
-              tile_panel<T, F>(q, a, i, (TileBlock<T, F> *)own, (float *)(own + bytes));
-            }});
-      }
+    if ((q.tiles == ALWAYS || q.tiles == BY_ROWS && q.rows >= tile_rows_of(F)) && T::usable()) return run_tiles<T, F>(q);
   if constexpr (S::TILE > 1)
     if (q.rows > few_rows_of(F)) {
       // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
       constexpr int64_t bytes = PANEL_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(Decoded<S, F>));
-      return run_pieces<S, F>(q, {panels, bytes + q.rows * row_sums,
+      return run_pieces<S, F>(q, {panels(q.outputs), bytes + q.rows * PANEL_ROWS * int64_t(sizeof(float)),
           [](const Linear &q, const Activations &a, int64_t i, char *own) {
             panel<S, F>(q, a, i, (Decoded<S, F> *)own, (float *)(own + bytes));
           }});

@@ -71,6 +71,6 @@ template <Format F> void compare() {
 int main() {
   compare<Q4_0>(), compare<Q4_1>(), compare<Q5_0>(), compare<Q5_1>(), compare<Q8_0>();
   compare<Q4_K>(), compare<Q5_K>(), compare<Q6_K>();
-  std::printf("%s: %d checks, %d failed\n", NAME, checks, failures);
+  std::printf("%s%s: %d checks, %d failed\n", NAME, tiles_usable<Tested>() ? " + amx" : "", checks, failures);
   return failures != 0;
 }

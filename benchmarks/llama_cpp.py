@@ -3,6 +3,7 @@
     python benchmarks/llama_cpp.py --ggml FOLDER            the folder with libggml-base and -cpu
     python benchmarks/llama_cpp.py                          that of an installed llama_cpp package
     python benchmarks/llama_cpp.py --formats q4_k q6_k --threads 1 --rows 1
+    python benchmarks/llama_cpp.py --tiles --out tiles.json
 
 The kernels are compared, with weights and results in memory of theirs: ours without dispatch,
 ggml's as a graph of one product, the weight in its repacked buffer where it has one for the format.
@@ -10,6 +11,11 @@ Each of the two runs in a process of its own, as OpenMP threads of one that stil
 the other down; they take turns in every round. Weights are read from several copies, more than the
 caches hold. Figures are medians of the rounds, and of their ratios: CPU time on one thread, wall
 time on more; results are compared first. Prints a table, writes JSON (--out).
+
+--tiles needs no ggml: it compares our own kernels with and without tile instructions (AMX), whose
+bits must be equal, and dequantizing to bfloat16 with torch's product, and says for each number of
+rows how many times as fast tiles are as either. It begins nothing after --seconds. Exit code 1 if a
+bit differs.
 """
 
 from __future__ import annotations
@@ -237,6 +243,125 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     return measured
 
 
+# Tile instructions: quant/linear.h's tile_rows_of says from how many rows they are used.
+
+TILE_FORMATS = ("q8_0", "q4_0", "q4_k", "q6_k")
+TILE_SHAPES = ((4096, 4096), (4096, 14336))
+TILE_ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
+DEQUANTIZED_ROWS = 512                         # of the weight, timed, and counted for all of it
+TURN = 0.02                                    # seconds of one side's turn, about
+
+
+def differs_from_portable(format: str) -> bool:
+    from layerzero.backends.native.ggml import multiply, pack_weight
+
+    for rows in (1, 9, 37):                    # a last panel and tile that are not full
+        case = {"format": format, "inputs": 2304, "outputs": 64, "rows": rows}
+        weight, x = make_weight(case)[:52], make_input(case)
+        packed, plain = (pack_weight(weight, format, portable) for portable in (False, True))
+        if not torch.equal(multiply(x, packed, None, 52, format, tiles=True),
+                           multiply(x, plain, None, 52, format, portable=True)):
+            return True
+    return False
+
+
+def seconds_of(run: Callable[[int], object], calls: int) -> float:
+    began = time.perf_counter()
+    for i in range(calls):
+        run(i)
+    return (time.perf_counter() - began) / calls
+
+
+def dequantize_seconds(weight: torch.Tensor, format: str) -> float:
+    from layerzero.ops.formulas.ggml import dequantize_blocks
+
+    some = weight[:DEQUANTIZED_ROWS]
+    return len(weight) / len(some) * min(
+        seconds_of(lambda _: dequantize_blocks(some, format).bfloat16(), 1) for _ in range(3))
+
+
+def measure_tiles(case: dict[str, Any], copies: list[torch.Tensor], wide: torch.Tensor,
+                  dequantize_s: float, rounds: int) -> dict[str, Any]:
+    """Returns the case with the microseconds of each side, and whether tiles changed a bit."""
+    from layerzero.backends.native.ggml import multiply
+
+    x, format, outputs = make_input(case), case["format"], case["outputs"]
+    narrow, out = x.bfloat16(), torch.empty(case["rows"], outputs)
+
+    def product(tiles: bool) -> Callable[[int], torch.Tensor]:
+        return lambda i: multiply(x, copies[i % len(copies)], None, outputs, format, out=out,
+                                  tiles=tiles)
+
+    sides = {"tiles": product(True), "vectors": product(False),
+             "bf16": lambda i: torch.nn.functional.linear(narrow, wide)}
+    equal = torch.equal(sides["tiles"](0).clone(), sides["vectors"](0))
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for turns in (("tiles", "vectors"), ("bf16",)):   # torch's threads spin after its turn
+        calls = {side: max(1, int(TURN / seconds_of(sides[side], 1))) for side in turns}
+        for i in range(rounds):
+            for side in turns[::1 - i % 2 * 2]:
+                seconds[side].append(seconds_of(sides[side], calls[side]))
+    time.sleep(APART)
+    us = {f"{side}_us": round(median(s) * 1e6, 1) for side, s in seconds.items()}
+    best = us["tiles_us"]
+    return {**case, **us, "dequantize_us": round(dequantize_s * 1e6, 1), "equal": equal,
+            "tiles_gops": round(2e-3 * case["rows"] * outputs * case["inputs"] / best, 1),
+            "times_vectors": round(median(
+                b / a for a, b in zip(seconds["tiles"], seconds["vectors"])), 2),
+            "times_bf16": round((us["bf16_us"] + 1e6 * dequantize_s) / best, 2)}
+
+
+def tiles(args: argparse.Namespace) -> dict[str, Any]:
+    from layerzero.backends.native import build
+    from layerzero.backends.native.ggml import pack_weight
+
+    end = time.perf_counter() + args.seconds
+    build.build(say=print)
+    isa, usable = build.module().ggml_isa()
+    if not usable:
+        raise SystemExit(f"no tile instructions: the CPU kernels were built for {isa}, or Linux "
+                         "refused the registers; this wants a processor with AMX and Linux 5.16")
+    wrong = [f for f in TYPES if differs_from_portable(f)]
+    print(f"{processor_name()}: {isa} + amx; the bits of the portable twin: "
+          + (f"NOT those of {', '.join(wrong)}" if wrong else ", ".join(TYPES)))
+    print("times as fast by tiles as by vectors / as dequantizing and bfloat16, for rows of x:")
+    print("format threads weight       " + "".join(f"{rows:>11}" for rows in TILE_ROWS)
+          + "   GOP/s  bits")
+    measured: list[dict[str, Any]] = []
+    skipped = 0
+    for outputs, inputs in TILE_SHAPES:
+        wide = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+        for format in TILE_FORMATS:
+            if time.perf_counter() > end:
+                skipped += 2 * len(TILE_ROWS)
+                continue
+            shape = {"format": format, "outputs": outputs, "inputs": inputs}
+            weight = make_weight(shape)
+            torch.set_num_threads(2)
+            packed = pack_weight(weight, format)
+            copies = [packed, *(packed.clone() for _ in range(COPIES // packed.nbytes))]
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                dequantize_s = dequantize_seconds(weight, format)
+                line = {rows: measure_tiles({**shape, "rows": rows, "threads": threads},
+                                            copies if rows <= 32 else copies[:1], wide,
+                                            dequantize_s, 5 if rows < 512 else 3)
+                        for rows in TILE_ROWS if time.perf_counter() < end}
+                measured += line.values()
+                skipped += len(TILE_ROWS) - len(line)
+                if line:
+                    print(f"{format:6} {threads:7} {outputs} x {inputs:5} " + "".join(
+                        f"{m['times_vectors']:5.2f}/{m['times_bf16']:<5.4g}"
+                        for m in line.values())
+                        + f"{max(m['tiles_gops'] for m in line.values()):8.0f}  "
+                        + ("equal" if all(m["equal"] for m in line.values()) else "DIFFER"),
+                        flush=True)
+    if skipped:
+        print(f"{skipped} figures are missing: they were not begun within {args.seconds} s")
+    return {"isa": isa, "tiles": measured, "skipped": skipped,
+            "equal": not wrong and all(m["equal"] for m in measured)}
+
+
 def processor_name() -> str:
     from layerzero.machine.hardware import read_cpu
 
@@ -260,16 +385,25 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--tiles", action="store_true", help="our kernels with and without AMX")
+    parser.add_argument("--seconds", type=float, default=70, help="with --tiles: after which "
+                        "nothing is begun, the build included")
     parser.add_argument("--out", type=Path, help="where to write JSON")
     parser.add_argument("--side", choices=("layerzero", "ggml"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         work(args.side, args.ggml)
         return
-    report = {"machine": platform.machine(), "processor": processor_name(),
-              "torch": torch.__version__, "kernels": kernels(args, args.ggml or find_ggml())}
+    report: dict[str, Any] = {"machine": platform.machine(), "processor": processor_name(),
+                              "torch": torch.__version__}
+    if args.tiles:
+        report.update(tiles(args))
+    else:
+        report["kernels"] = kernels(args, args.ggml or find_ggml())
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
+    if not report.get("equal", True):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

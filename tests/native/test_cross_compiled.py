@@ -1,8 +1,9 @@
 """Our CPU kernels on this processor and on others: compiled for each, run here or under qemu,
 against plain loops; those of quantized weights against their portable twin, to the bit.
 
-qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where
-the CPU has it. Other processors than this one only with LZ_TEST_FULL=1; on Debian they want
+qemu-user emulates AVX2, NEON and SVE but not AVX-512 and AMX, whose code is compiled all the same
+and run where the CPU has it; what AMX's tiles multiply is checked here, on tile instructions in
+plain C++. Other processors than this one only with LZ_TEST_FULL=1; on Debian they want
 apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.backends.native.build import FLAGS, FOLDER
+from layerzero.backends.native.build import FLAGS, FOLDER, sve_bytes
 from layerzero.machine import hardware
 
 HOME = Path(__file__).parent
@@ -35,11 +36,26 @@ TARGETS = {
                        "avx512f"),
     "quantized aarch64 dotprod": ("quant", "aarch64", DOTPROD, "neon dotprod", "dotprod"),
     "quantized aarch64 i8mm": ("quant", "aarch64", ("-march=armv8.6-a+fp16",), "neon i8mm", "i8mm"),
+    "quantized aarch64 SVE of 256 bits": (
+        "quant", "aarch64", ("-march=armv8.6-a+sve+fp16", "-msve-vector-bits=256"), "sve i8mm",
+        "sve256"),
+    "quantized aarch64 SVE of 512 bits": (
+        "quant", "aarch64", ("-march=armv8.2-a+sve+fp16", "-msve-vector-bits=512"), "sve:",
+        "sve512"),
+    "quantized tiles": ("quant", HERE, ("-O0", "-DEMULATED_TILES"), "emulated tiles", ""),
+    "quantized x86-64 AMX": ("quant", "x86_64", ("-march=sapphirerapids",),
+                             "avx512 vnni + amx", "amx_int8"),
     "quantized x86-64 AVX2": ("quant", "x86_64", AVX2, "avx2", "avx2"),
     "quantized x86-64 VNNI": ("quant", "x86_64", VNNI, "avx512 vnni", "avx512_vnni"),
 }
 FULL = os.environ.get("LZ_TEST_FULL") == "1"   # also for other machines: minutes of compiling
-QEMU_LACKS = ("avx512f", "avx512_vnni")
+QEMU_LACKS = ("avx512f", "avx512_vnni", "amx_int8")
+
+
+def has(isa: str) -> bool:
+    if isa.startswith("sve"):                  # with the length of its vectors
+        return f"sve{8 * sve_bytes()}" == isa
+    return not isa or isa in hardware.probe("cpu").isa
 
 
 def compiler_for(machine: str) -> str:
@@ -52,7 +68,7 @@ def compiler_for(machine: str) -> str:
 
 
 def command_for(machine: str, isa: str, program: Path) -> list[str]:
-    if machine == HERE and (not isa or isa in hardware.probe("cpu").isa):
+    if machine == HERE and has(isa):
         return [str(program)]
     if isa in QEMU_LACKS:
         pytest.skip(f"compiled; this CPU has no {isa}, and qemu does not emulate it")
@@ -60,7 +76,8 @@ def command_for(machine: str, isa: str, program: Path) -> list[str]:
     if qemu is None:
         pytest.skip(f"compiled; no qemu-{machine} to run it: Debian's package is qemu-user")
     libraries = [] if machine == HERE else ["-L", f"/usr/{machine}-linux-gnu"]
-    return [qemu, *libraries, "-cpu", "max", str(program)]
+    length = f",sve-max-vq={int(isa[3:]) // 128}" if isa.startswith("sve") else ""
+    return [qemu, *libraries, "-cpu", f"max{length}", str(program)]
 
 
 @pytest.mark.integration
@@ -68,7 +85,7 @@ def command_for(machine: str, isa: str, program: Path) -> list[str]:
                                     if FULL or machine == HERE])
 def test_kernels(target: str, tmp_path: Path) -> None:
     program_name, machine, options, says, isa = TARGETS[target]
-    if not FULL and isa and isa not in hardware.probe("cpu").isa:
+    if not FULL and not has(isa):
         pytest.skip(f"this CPU has no {isa}: compiled, and run under qemu, with LZ_TEST_FULL=1")
     program = tmp_path / "kernels_test"
     compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}",

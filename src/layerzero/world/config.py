@@ -56,6 +56,8 @@ VARIABLES: Mapping[str, str] = {
         "the key that certificates and compiled code are sealed with, where machines share them; "
                           "default: this user's own",
     "LAYERZERO_DENY": "kernel patterns, separated by ','",
+    "LAYERZERO_DISABLE_ISA":
+        "instruction sets that our own CPU kernels leave unused, separated by ',': amx, sve",
 }
 
 OpFacts = Mapping[str, Collection[str]]        # op name -> the facts it has

@@ -11,6 +11,7 @@ import layerzero as lz
 from layerzero.backends.native import build, ggml
 from layerzero.models.weights.packing import forget_packed, packed_weights
 from layerzero.ops.formulas.ggml import block_product, random_blocks, rounded_activations
+from layerzero.spec.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(build.is_built() is not True,
                                 reason="the CPU kernels are not built here; run: lz build")
@@ -42,8 +43,10 @@ def test_packed_kernels_have_the_bits_of_the_portable_twin(format):
     for size in SIZES:
         x, weight, bias = case(format, *size)
         packed, plain = (ggml.pack_weight(weight, format, p) for p in (False, True))
-        got = ggml.multiply(x, packed, bias, size[1], format)
-        assert torch.equal(got, ggml.multiply(x, plain, bias, size[1], format, portable=True))
+        want = ggml.multiply(x, plain, bias, size[1], format, portable=True)
+        got, *others = (ggml.multiply(x, packed, bias, size[1], format, tiles=tiles)
+                        for tiles in (None, False, True))      # alike where there are no tiles
+        assert all(torch.equal(result, want) for result in (got, *others))
         assert torch.allclose(got.double(), exact(x, weight, format) + bias, rtol=1e-4, atol=1e-4)
 
 
@@ -59,6 +62,19 @@ def test_threads_and_rows_of_a_batch_change_no_bit(format):
         assert torch.equal(ggml.multiply(x, packed, bias, 70, format), want)
     single = [ggml.multiply(row[None], packed, bias, 70, format) for row in x]
     assert torch.equal(torch.cat(single), want)
+
+
+def test_instruction_sets_can_be_switched_off(monkeypatch):
+    monkeypatch.setattr(build, "_process_sve_bytes", lambda: 32)
+    assert build.disabled_isa({}) == frozenset() and build.sve_bytes({}) == 32
+    environ = {"LAYERZERO_DISABLE_ISA": " AMX, sve,"}
+    assert build.disabled_isa(environ) == {"amx", "sve"} and build.sve_bytes(environ) == 0
+    assert len({build.library_path(e).parent.name for e in ({}, environ)}) == 2
+    with pytest.raises(ConfigError, match="amx, sve, separated by ',', got avx512; correct"):
+        build.disabled_isa({"LAYERZERO_DISABLE_ISA": "avx512"})
+    for length in (16, 0):                     # NEON does the same work
+        monkeypatch.setattr(build, "_process_sve_bytes", lambda length=length: length)
+        assert build.sve_bytes({}) == 0
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

@@ -8,7 +8,9 @@ spinning on the same cores.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import platform
 import re
 import sys
@@ -31,6 +33,8 @@ SOURCES = (SOURCE, FOLDER / "quant" / "ggml.cpp")     # compiled side by side
 PART = toolchain.BuildPart("the CPU kernels", "its own CPU kernels", "them")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
          "-fno-math-errno", "-fno-trapping-math", "-pthread", "-w")
+_PR_SVE_GET_VL = 51
+OPTIONAL_ISA = ("amx", "sve")
 _STABLE_ABI = (sys.implementation.name == "cpython"
                and not sysconfig.get_config_var("Py_GIL_DISABLED"))
 
@@ -40,8 +44,20 @@ def library_path(environ: Mapping[str, str] | None = None) -> Path:
     for source in (*SOURCES, *sorted(FOLDER.rglob("*.h"))):
         digest.update(source.read_bytes())
     python = "abi3" if _STABLE_ABI else str(sys.implementation.cache_tag)
-    tag = f"kernels-{python}-{platform.machine()}-{processor()[:8]}-{digest.hexdigest()[:12]}"
+    vectors = f"-sve{8 * length}" if (length := sve_bytes(environ)) else ""
+    tag = (f"kernels-{python}-{platform.machine()}-{processor()[:8]}{vectors}-"
+           f"{digest.hexdigest()[:12]}")
     return cache_dir(environ) / "native" / tag / "kernels.so"
+
+
+def disabled_isa(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Returns the instruction sets of LAYERZERO_DISABLE_ISA, which the kernels leave unused."""
+    text = (os.environ if environ is None else environ).get("LAYERZERO_DISABLE_ISA", "")
+    names = frozenset(filter(None, (name.strip().lower() for name in text.split(","))))
+    if unknown := sorted(names.difference(OPTIONAL_ISA)):
+        raise ConfigError(f"LAYERZERO_DISABLE_ISA wants some of {', '.join(OPTIONAL_ISA)}, "
+                          f"separated by ',', got {', '.join(unknown)}; correct or unset it")
+    return names
 
 
 @lru_cache(maxsize=None)
@@ -66,6 +82,22 @@ def processor() -> str:
     features = next((line for line in lines if re.match(r"(flags|Features)\b", line)), None)
     features = platform.processor() if features is None else features
     return hashlib.sha256(features.encode()).hexdigest()
+
+
+def sve_bytes(environ: Mapping[str, str] | None = None) -> int:
+    """Returns the length of the SVE vectors that code is compiled for, 0 for none. With vectors of
+    16 bytes NEON and i8mm do the same work; longer ones than 64 exist in no processor."""
+    length = _process_sve_bytes()
+    return length if length in (32, 64) and "sve" not in disabled_isa(environ) else 0
+
+
+@lru_cache(maxsize=None)
+def _process_sve_bytes() -> int:
+    """Returns the length of this process's SVE vectors: Linux can set it below the processor's."""
+    if sys.platform != "linux" or platform.machine() != "aarch64":
+        return 0
+    length: int = ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)
+    return length & 0xffff if length > 0 else 0
 
 
 @lru_cache(maxsize=None)
@@ -97,7 +129,8 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
     native = ("-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64")
               else "-march=native")
     abi = ["-DPy_LIMITED_API=0x030A0000"] if _STABLE_ABI else []
-    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c"]
+    compile_ = [*compiler, *FLAGS, native, *_sve_option(compiler, native, say), *abi,
+                f"-I{sysconfig.get_paths()['include']}", "-c"]
     link = [*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
@@ -115,6 +148,19 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
     wrong = problem()
     if wrong:
         raise toolchain.compile_error(PART, wrong)
+
+
+def _sve_option(compiler: list[str], native: str, say: Callable[[str], None]) -> list[str]:
+    """Returns what makes the compiler's SVE vectors as long as this processor's, so that arrays of
+    them can be declared; nothing where NEON does, or the compiler is too old for it."""
+    if not sve_bytes():
+        return []
+    option = f"-msve-vector-bits={8 * sve_bytes()}"
+    if not toolchain.run_compiler(PART, [*compiler, native, option, "-fsyntax-only", "-xc++",
+                                         os.devnull]):
+        return [option]
+    say(f"the compiler does not take {option}: the CPU kernels use NEON")
+    return []
 
 
 def loaded_openmp() -> str:

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,17 @@ def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
     return packed
 
 
+@lru_cache(maxsize=None)
+def _tile_use() -> int:
+    """Returns when tiles are used, as quant/linear.h numbers it: 0 never, 1 for rows enough."""
+    return int("amx" not in build.disabled_isa())
+
+
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, format: str,
-             portable: bool = False, out: Tensor | None = None) -> Tensor:
+             portable: bool = False, out: Tensor | None = None,
+             tiles: bool | None = None) -> Tensor:
+    """Returns x times a packed weight, plus bias. `tiles`: whether tile instructions (AMX) are
+    used where there are some; None: where x has rows enough, unless they are switched off."""
     *batch, inputs = x.shape
     out = x.new_empty((*batch, outputs)) if out is None else out
     if len(batch) != 1:
@@ -68,7 +77,8 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
     build.module().ggml_linear(
         portable, FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
         None if bias is None else bias.data_ptr(), out.data_ptr(), math.prod(batch), inputs,
-        outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads())
+        outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads(),
+        _tile_use() if tiles is None else 2 * tiles)
     return out
 
 
@@ -148,7 +158,7 @@ def _pages(nbytes: int) -> Tensor | None:
 
 
 def linear() -> Callable[..., Any]:
-    build.module()                             # raises at load, not in a call, if it is not built
+    build.module(), _tile_use()                # raise at load, not in a call
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
             bias: Tensor | None = None, *, format: str, group_size: int = 0,

@@ -7,7 +7,7 @@ namespace lz::quant {
 
 struct Avx2 {
   static constexpr int R = 8, GROUPS = 2, TILE = 4;
-  static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false, MATRIX = false;
+  static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
   using B = __m256i;

@@ -19,8 +19,10 @@ template <class S, Format F> struct alignas(16) Decoded {
   [[no_unique_address]] If<F == Q6_K && !S::SIGNED, uint8_t[4][4 * S::R]> scale_bytes;
 };
 
-// What decoding adds to codes, where bytes are signed: then sums need no correction.
-template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0);
+// What decoding adds to codes, where products of signed bytes are to be had: then sums need no correction.
+template <class S, Format F>
+constexpr int SHIFT = S::SIGNED ? -zero_point(F) - (has_fifth_bit(F) ? S::FIFTH : 0)
+    : !S::TILES ? 0 : F == Q8_0 ? -128 : -zero_point(F);
 template <class S, Format F> constexpr bool CORRECTED = !S::SIGNED && OFFSET<S, F> != 0;
 
 // Decodes a block of a group into to[0], and the second half of the group into to[step].
@@ -70,12 +72,13 @@ template <class S, Format F> FLATTEN void decode(const Weight<S, F> &w, Decoded<
     }
   }
   if constexpr (super_blocks(F)) {
-    constexpr int PARTS = Decoded<S, F>::PARTS;
-    for (int i = 0; i < PARTS; i++)
-      for (int r = 0; r < H * R; r++) {
-        const uint8_t scale = w.scales[i / 4][4 * r + i % 4];
-        to[r / R * step].scales[i][r % R] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
+    each<Decoded<S, F>::PARTS>([&](auto i) {
+      for (int h = 0; h < H; h++) {
+        const B bytes = S::load(w.scales[i / 4] + 4 * R * h);
+        if constexpr (F == Q6_K) S::store_i(to[h * step].scales[i], S::template scale_byte<i % 4>(bytes));
+        else S::store_i(to[h * step].scales[i], S::template unsigned_byte<i % 4>(bytes));
       }
+    });
     if constexpr (F != Q6_K)
       for (int i = 0; i < 2 * H; i++) std::memcpy(to[i % H * step].mins[i / H], w.mins[i / H] + i % H * 4 * R, 4 * R);
     else if constexpr (!S::SIGNED) std::memcpy(to->scale_bytes, w.scales, sizeof to->scale_bytes);

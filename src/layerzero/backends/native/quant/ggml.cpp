@@ -10,6 +10,11 @@ template <class W> auto for_quantized(bool portable, int64_t format, W work) {
   return quant::for_format(format, [&](auto f) { return portable ? work(quant::Portable{}, f) : work(quant::Isa{}, f); });
 }
 
+// The instruction set of this build, and whether products for many rows may use tiles.
+PyObject *ggml_isa(PyObject *, PyObject *const *, Py_ssize_t) {
+  return Py_BuildValue("(sO)", quant::ISA, quant::tiles_usable() ? Py_True : Py_False);
+}
+
 PyObject *ggml_packed_bytes(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   const bool portable = in.whole();
@@ -44,7 +49,7 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
   const int64_t format = in.whole(), dtype = in.whole();
   q.x = in.address(), q.weight = in.address(), q.bias = in.address(q.has_bias), q.out = in.address();
   q.rows = in.whole(), q.inputs = in.whole(), q.outputs = in.whole(), q.x_row = in.whole();
-  q.threads = int(in.whole());
+  q.threads = int(in.whole()), q.tiles = quant::TileUse(in.whole());
   if (!in.ok) return nullptr;
   for_dtype(dtype, [&](auto t) {
     q.read = quant::read_elements<decltype(t)>, q.write = quant::write_results<decltype(t)>;
@@ -80,6 +85,7 @@ PyObject *ggml_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }  // namespace
 
 PyMethodDef ggml_methods[] = {
+    {"ggml_isa", (PyCFunction)(void (*)(void))ggml_isa, METH_FASTCALL, nullptr},
     {"ggml_decode", (PyCFunction)(void (*)(void))ggml_decode, METH_FASTCALL, nullptr},
     {"ggml_packed_bytes", (PyCFunction)(void (*)(void))ggml_packed_bytes, METH_FASTCALL, nullptr},
     {"ggml_pack", (PyCFunction)(void (*)(void))ggml_pack, METH_FASTCALL, nullptr},

@@ -6,19 +6,29 @@
 
 #include <algorithm>
 
-#include "gemm.h"
 #include "portable.h"
-#if defined(__ARM_FEATURE_DOTPROD)
+#include "tiles.h"
+// With vectors of 128 bits NEON does the same work.
+#if defined(__ARM_FEATURE_SVE) && (__ARM_FEATURE_SVE_BITS == 256 || __ARM_FEATURE_SVE_BITS == 512)
+#define LZ_SVE
+#include "sve.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include "neon.h"
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "avx512.h"
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__)
+#include "amx.h"
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "avx2.h"
 #endif
 
 namespace lz::quant {
 
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(LZ_SVE)
+using Isa = Sve;
+constexpr const char *ISA = Sve::MATRIX ? "sve i8mm" : "sve";
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
 using Isa = NeonMatrix;
 constexpr const char *ISA = "neon i8mm";
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -35,10 +45,19 @@ using Isa = Portable;
 constexpr const char *ISA = "portable";
 #endif
 
+template <class S = Isa> bool tiles_usable() {
+  using T = typename TilesOf<S>::type;
+  if constexpr (std::is_void_v<T>) return false;
+  else return T::usable();
+}
+
 // Rows of x up to which codes are decoded in registers, for every four of them again.
 constexpr int64_t few_rows_of(Format f) { return f == Q6_K ? 4 : 8; }
 constexpr int64_t PANEL_ROWS = 32;              // of the weight, decoded together
 constexpr int64_t PANEL_WIDTH = 2048;           // codes of a row, decoded together: 64 KiB with the rows
+// Rows of x from which tiles are used, where there are some.
+constexpr int64_t tile_rows_of(Format f) { return few_rows_of(f) + 1; }
+enum TileUse { NEVER, BY_ROWS, ALWAYS };
 
 struct Linear {
   const void *x, *weight, *bias;
@@ -50,6 +69,7 @@ struct Linear {
   // all that depends on the dtype, so that the kernels need not be compiled for each.
   void (*read)(const Linear &, int64_t at, int64_t count, float *to);
   void (*write)(const Linear &, int64_t row, int64_t first, int64_t count, const float *from);
+  TileUse tiles = BY_ROWS;
 };
 
 template <class T> void read_elements(const Linear &q, int64_t at, int64_t count, float *to) {
@@ -129,29 +149,87 @@ void panel(const Linear &q, const Activations &a, int64_t index, Decoded<S, F> *
   }
 }
 
-template <class S, Format F> bool run_linear(const Linear &q) {
-  const bool few = S::TILE == 1 || q.rows <= few_rows_of(F);
+// Rows of x in a tile: as many in each as can be, so that no last one is almost empty.
+inline int64_t rows_of_tile(int64_t rows) {
+  const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  return (rows + tiles - 1) / tiles;
+}
+
+// The same as `panel`, by tiles. `sums` has PANEL_ROWS floats for each of q.rows + TILE_ROWS rows.
+template <class S, Format F>
+void tile_panel(const Linear &q, const Activations &a, int64_t index, TileBlock<S, F> *decoded, float *sums) {
+  constexpr int64_t most = TILE_WIDTH / block_size(F), G = PANEL_ROWS / S::R;
+  const int64_t blocks = q.inputs / block_size(F), first = index * G, tile = rows_of_tile(q.rows);
+  const int64_t some = std::min(G, groups<S, F>(q.outputs) - first);
+  const auto *w = (const Weight<S, F> *)q.weight + first * blocks;
+  std::fill(sums, sums + q.rows * PANEL_ROWS, 0.0f);
+  S::tile_configure(int(tile), TILE_DEPTH<F>);
+  for (int64_t b = 0; b < blocks; b += most) {
+    const int64_t count = std::min(most, blocks - b);
+    for (int64_t g = 0; g < some; g++)
+      for (int64_t i = 0; i < count; i++) decode_tile<S, F>(w[g * blocks + b + i], decoded[g * most + i]);
+    for (int64_t g = 0; g < some; g += TILE_GROUPS<F>)       // codes stay in the L1 cache
+      for (int64_t row = 0; row < q.rows; row += tile)
+        add_tile<S, F, PANEL_ROWS>(decoded + g * most, most, a, row, std::min(tile, q.rows - row), b, count,
+                                   sums + row * PANEL_ROWS + g * S::R);
+  }
+  S::tile_release();
+  for (int64_t row = 0; row < q.rows; row++)
+    q.write(q, row, first * S::R, std::min(PANEL_ROWS, q.outputs - first * S::R), sums + row * PANEL_ROWS);
+}
+
+// How a call is shared out: `count` pieces, each with `own` bytes, zero at first, of the thread that computes it.
+struct Pieces {
+  int64_t count, own;
+  void (*compute)(const Linear &, const Activations &, int64_t i, char *own);
+};
+
+// Rounds x, with room for TILE_ROWS rows more, and computes the pieces.
+template <class S, Format F> bool run_pieces(const Linear &q, const Pieces &pieces) {
   const int threads = q.rows * q.outputs * q.inputs < 65536 ? 1 : q.threads;
-  const int64_t work = few ? groups<S, F>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
-  // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
-  const int64_t most = few ? 0 : PANEL_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(Decoded<S, F>));
-  const int64_t own = few ? 0 : (most + q.rows * PANEL_ROWS * int64_t(sizeof(float)) + 63) / 64 * 64;
+  const int64_t own = (pieces.own + 63) / 64 * 64, rows = q.rows + (pieces.own ? TILE_ROWS : 0);
   Activations a;
-  const int64_t shared = activation_bytes<S, F>(q.rows, q.inputs, a, nullptr);
+  const int64_t shared = activation_bytes<S, F>(rows, q.inputs, a, nullptr);
   char *memory = (char *)std::aligned_alloc(64, shared + threads * own + 64);
   if (!memory) return false;
-  activation_bytes<S, F>(q.rows, q.inputs, a, memory);
-  if (!few) std::memset(memory + shared, 0, threads * own);
+  activation_bytes<S, F>(rows, q.inputs, a, memory);
+  std::memset(memory + shared, 0, threads * own);
+  std::fill(a.d + q.rows * a.row_blocks, a.d + rows * a.row_blocks, 0.0f);     // not slow, as subnormal numbers are
+  std::fill(a.s + q.rows * a.row_blocks, a.s + rows * a.row_blocks, 0.0f);
   const int64_t rounded = q.rows * (q.inputs / block_size(F));
   // A few blocks are rounded sooner than another thread is there.
   share(rounded * block_size(F) < 8192 ? 1 : threads, rounded, [&](int64_t i, int) { round_input<S, F>(q, a, i); });
-  share(threads, work, [&](int64_t i, int thread) {
-    char *mine = memory + shared + thread * own;
-    if (few) few_rows<S, F>(q, a, i);
-    else if constexpr (S::TILE > 1) panel<S, F>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
-  });
+  share(threads, pieces.count, [&](int64_t i, int thread) { pieces.compute(q, a, i, memory + shared + thread * own); });
   std::free(memory);
   return true;
+}
+
+constexpr int64_t panels(int64_t outputs) { return (outputs + PANEL_ROWS - 1) / PANEL_ROWS; }
+
+// T: lane vectors with tile instructions.
+template <class T, Format F> bool run_tiles(const Linear &q) {
+  constexpr int64_t bytes = TILE_WIDTH / block_size(F) * (PANEL_ROWS / T::R) * int64_t(sizeof(TileBlock<T, F>));
+  return run_pieces<T, F>(q, {panels(q.outputs), bytes + (q.rows + TILE_ROWS) * PANEL_ROWS * int64_t(sizeof(float)),
+      [](const Linear &q, const Activations &a, int64_t i, char *own) {
+        tile_panel<T, F>(q, a, i, (TileBlock<T, F> *)own, (float *)(own + bytes));
+      }});
+}
+
+template <class S, Format F> bool run_linear(const Linear &q) {
+  using T = typename TilesOf<S>::type;
+  if constexpr (!std::is_void_v<T>)
+    if ((q.tiles == ALWAYS || q.tiles == BY_ROWS && q.rows >= tile_rows_of(F)) && T::usable()) return run_tiles<T, F>(q);
+  if constexpr (S::TILE > 1)
+    if (q.rows > few_rows_of(F)) {
+      // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
+      constexpr int64_t bytes = PANEL_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(Decoded<S, F>));
+      return run_pieces<S, F>(q, {panels(q.outputs), bytes + q.rows * PANEL_ROWS * int64_t(sizeof(float)),
+          [](const Linear &q, const Activations &a, int64_t i, char *own) {
+            panel<S, F>(q, a, i, (Decoded<S, F> *)own, (float *)(own + bytes));
+          }});
+    }
+  return run_pieces<S, F>(q, {groups<S, F>(q.outputs), 0,
+      [](const Linear &q, const Activations &a, int64_t i, char *) { few_rows<S, F>(q, a, i); }});
 }
 
 // Products of the same few rows of x with `count` weights of one format, x rounded once.

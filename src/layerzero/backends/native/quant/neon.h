@@ -12,6 +12,7 @@ struct Neon {
   static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative
   static constexpr bool MATRIX = false;         // products of two rows of each at once
+  static constexpr bool TILES = false;          // codes are decoded for tiles.h
   static constexpr bool PAIRED = true;          // bytes of four-bit codes hold two rows
   static constexpr int FIFTH = -16;             // what low5 and high5 add to a code
 

@@ -101,8 +101,7 @@ class PackedWeights:
 
 
 def _same_owners(entry: _Entry, tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether the storages are the same: the address of a resized storage may be reused by
-    others."""
+    """Returns whether the storages are the same: a resized storage's address may be reused."""
     return all(owner() is t.untyped_storage() for owner, t in zip(entry.owners, tensors))
 
 

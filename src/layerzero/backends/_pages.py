@@ -120,8 +120,7 @@ def cast_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """MLA's cache as one KV head whose key and value are (ckv, kpe); the kpe part of the result is
-    unused."""
+    """MLA's cache as one KV head: key and value are (ckv, kpe), and kpe of the result is unused."""
 
     ckv: Tensor
     kpe: Tensor
@@ -146,8 +145,7 @@ Cache = Union[PagedCache, LatentCache]
 
 def read_pieces(cache: Cache, row: Tensor, start: int, stop: int,
                  whole: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields keys and values of the tokens [start, stop) of a sequence in pieces; `whole`: in one
-    piece."""
+    """Yields keys and values of tokens [start, stop) of a sequence in pieces, or `whole`."""
     size = cache.page_size
     first = start // size
     pages = row[first:-(-stop // size)]

@@ -44,8 +44,7 @@ COMPILERS = {"win32": "cl", "darwin": "clang++"}
 
 @functools.lru_cache(maxsize=None)
 def compiler() -> bool | Reason:
-    """Returns True, or why nothing can be compiled here. Triton needs a C++ compiler for a GPU as
-    well."""
+    """Returns True, or why nothing compiles here. Triton needs a C++ compiler for a GPU too."""
     name = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     return (bool(shutil.which(name.split()[0]))
             or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})"))
@@ -96,8 +95,7 @@ class CompiledReference:
 
     @staticmethod
     def mark_dynamic(value: Tensor, exact: frozenset[int]) -> Tensor:
-        """Returns an alias of the tensor with its symbolic sizes marked as dynamic; the caller's
-        tensor is not."""
+        """Returns an alias of the tensor whose symbolic sizes are marked as dynamic."""
         alias, ndim = value.detach(), value.dim()
         for i, n in enumerate(value.shape):
             if n > 1 and i - ndim not in exact:

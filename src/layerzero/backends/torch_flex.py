@@ -63,8 +63,7 @@ def _flex() -> Callable[..., Any]:
 
 
 def _mask_mod(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:
-    """Returns a mask_mod: whether key k is within [left, right] of query q's position on the
-    diagonal."""
+    """Returns a mask_mod: is key k within [left, right] of query q's position on the diagonal?"""
     def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = k - q - diagonal
         return (distance <= right) & (distance >= -left)

@@ -137,14 +137,12 @@ def _packed(t: Tensor) -> Tensor:
 
 
 def _is_unaligned(t: Tensor) -> bool:
-    """Returns whether a row may begin beside a multiple of 16 bytes, from which the kernels
-    load."""
+    """Returns whether a row may begin beside a multiple of 16 bytes, which the kernels load."""
     return any((n * t.element_size()) % 16 for n in (t.storage_offset(), *t.stride()[:-1]))
 
 
 def _attention_efficient() -> Callable[..., Any]:
-    """Returns the memory-efficient kernel, which has one program for each block of queries of a
-    head."""
+    """Returns the memory-efficient kernel: one program for each block of queries of a head."""
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,

@@ -41,8 +41,7 @@ def _linear() -> Direct:
 
 
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """Returns the linear layer, the linear layer times another tensor, and the packing of a
-    weight."""
+    """Returns the linear layer, the layer times another tensor, and the packing of a weight."""
     ops = torch.ops.mkldnn
     reorder = ops._reorder_linear_weight.default
 
@@ -98,8 +97,7 @@ def _mlp_vector() -> Callable[..., Any]:
 
 
 def _mlp() -> Callable[..., Any]:
-    """Separate matmuls for gate and up: their results are contiguous, which pays off for many
-    rows."""
+    """Separate matmuls for gate and up: contiguous results, which pays off for many rows."""
     silu_, is_compiling = torch._C._nn.silu_, torch.compiler.is_compiling
     functorch_level = torch._C._functorch.maybe_current_level
 

@@ -57,8 +57,7 @@ def _grouped_loop() -> Callable[..., Any]:
 
 
 def _grouped_mm() -> Callable[..., Any]:
-    """One call for all groups. It leaves rows past the last group uninitialised, so they are zeroed
-    here."""
+    """One call for all groups. It leaves rows past the last group unset; they are zeroed here."""
     product = torch._grouped_mm
 
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
@@ -82,8 +81,7 @@ def _group_ends(group_sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def _grouped_padded() -> Callable[..., Any]:
-    """Pads the groups to the largest and multiplies one batch: for many small groups of similar
-    size."""
+    """Pads the groups to the largest and multiplies one batch: for many small, similar groups."""
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
             offsets: Tensor | None = None) -> Tensor:
         ends = torch.tensor(read_group_ends(x, group_sizes, offsets), device=x.device)
@@ -101,8 +99,7 @@ def _grouped_padded() -> Callable[..., Any]:
 
 
 def _grouped_masked() -> Callable[..., Any]:
-    """Multiplies every row by every weight and keeps each row's own: no size is read, so it can be
-    traced."""
+    """Multiplies every row by every weight and keeps its own: reads no size, can be traced."""
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
             offsets: Tensor | None = None) -> Tensor:
         ends = _group_ends(group_sizes, offsets)
@@ -270,8 +267,7 @@ def _prepacked_experts() -> Callable[..., Any]:
 
 
 def _sorted_experts() -> Callable[..., Any]:
-    """Runs all experts in two grouped GEMMs over tokens sorted by expert; no size is read from the
-    device."""
+    """Runs all experts in two grouped GEMMs over tokens sorted by expert; reads no size."""
     product = torch._grouped_mm
 
     def run(
@@ -306,8 +302,7 @@ def _sorted_experts() -> Callable[..., Any]:
 
 
 def _masked_experts() -> Callable[..., Any]:
-    """Runs every expert on every token and keeps the chosen ones: no size is read, so it can be
-    traced."""
+    """Runs every expert on every token and keeps the chosen: reads no size, can be traced."""
     def run(
         x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,

@@ -63,8 +63,7 @@ def _group_norm() -> Direct:
 
 
 def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
-    """torch takes weight and bias of the input's dtype; with a half type on the CPU also both in
-    float32."""
+    """torch takes weight and bias in the input's dtype; half types on the CPU, float32 too."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
     rules: list[r.Condition] = []
     for name in ("weight", "bias"):

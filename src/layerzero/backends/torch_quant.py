@@ -90,8 +90,7 @@ def _make_table(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the values of codes in units of their scale, int4 minus 8; by table where torch's
-    cast is slow."""
+    """Returns the values of codes in units of their scale; by table where torch's cast is slow."""
     if fmt.name == "int8" or (fmt.bits == 8 and (q.device.type != "cpu" or q.numel() < FEW_CODES)):
         return q.to(dtype)
     table = _table(q, fmt.name, dtype)

@@ -119,8 +119,7 @@ def _flash_decode() -> Direct:
 
 
 def _flash_packed() -> Callable[..., Any]:
-    """Packs the query heads of a KV head into rows of one query, so that it is read once, not
-    `group` times."""
+    """Packs the query heads of a KV head into rows of one query, so that it is read once."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
     def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
@@ -159,8 +158,7 @@ def _flash_bias() -> Callable[..., Any]:
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool,
                   causal_align: str | None, window_left: int, window_right: int,
                   alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores,
-    broadcastable."""
+    """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores."""
     seq_q, seq_k = query.shape[2], key.shape[2]
     if is_causal and attn_mask is None and window_left < 0 and alibi_slopes is None:
         offset = seq_k - seq_q if causal_align == "bottom_right" else 0
@@ -192,8 +190,7 @@ def _flash_cuda_lse() -> Direct:
 
 
 def _flash_window() -> Callable[..., Any]:
-    """Returns the lower-level flash entry, which has a window and takes (batch, seq, heads,
-    dim)."""
+    """Returns the lower flash entry, which has a window and takes (batch, seq, heads, dim)."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,

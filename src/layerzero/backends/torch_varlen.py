@@ -1,5 +1,4 @@
-"""Packed sequences by torch: its varlen attention, the aten entry below it, and one call per
-sequence."""
+"""Packed sequences by torch: varlen attention, the aten entry below it, one call per sequence."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def _varlen() -> Callable[..., Any]:
 
 
 def _varlen_flash() -> Callable[..., Any]:
-    """Returns the entry that varlen_attn calls, without its Python overhead, which exceeds a decode
-    step."""
+    """Returns the entry below varlen_attn, whose Python overhead exceeds a decode step."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
@@ -99,8 +97,7 @@ def per_sequence(
     window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None, return_lse: bool = False,
 ) -> Any:
-    """Calls scaled_dot_product_attention per sequence, with a mask only where is_causal is not
-    enough."""
+    """Calls scaled_dot_product_attention per sequence; a mask only where is_causal will not do."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     windowed = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
     empty, no_lse = empty_result(query[:0], value.shape[2])

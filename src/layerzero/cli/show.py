@@ -29,8 +29,7 @@ WORD = 18                                      # the least width of a column tha
 
 
 class _Console(Console):
-    """A rich console that sends its own control sequences and escapes those in the text it prints.
-    """
+    """A rich console that sends its own control sequences and escapes those in its text."""
 
     def render(self, renderable: RenderableType,
                options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -42,8 +41,7 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return a console for `stream`, by default the current sys.stdout: tests and pipes replace it.
-    """
+    """Return a console for `stream`, by default the current sys.stdout (tests replace it)."""
     return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False,
                     soft_wrap=True,
                     markup=False, emoji=False)
@@ -84,8 +82,7 @@ def piece(part: str) -> None:
 
 @contextmanager
 def spinner(description: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints a line; on a terminal a spinner and a clock stay below the
-    lines."""
+    """Yield a function that prints a line; on a terminal a spinner and a clock stay below."""
     out = console()
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)

@@ -135,8 +135,7 @@ class Ledger:
         return total if attempts is None else total + attempts.total
 
     def reassign(self, kernel: str, to: str) -> None:
-        """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which
-        counts by itself."""
+        """Count a call for `to`, no longer for `kernel`; "": for nobody, it counts by itself."""
         with self._lock:
             self._final[kernel] = self._final.get(kernel, 0) - 1
             if to:

@@ -1,6 +1,4 @@
-"""Casts of a call's tensors before a kernel is chosen: torch's under autocast, and those that the
-policy allows.
-"""
+"""Casts of a call's tensors before a kernel is chosen: by autocast, or as the policy allows."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, A
 
 def adapt(op: Op, named: dict[str, Any], error: InvalidCall,
           override: Override | None) -> Adaptation | None:
-    """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy
-    forbids it."""
+    """Cast mixed dtypes to the first tensor's, or a KV cache as declared; None if forbidden."""
     codes = set(error.codes)
     if (codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH}
                                           or op.adapt is None)):

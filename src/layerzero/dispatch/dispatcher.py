@@ -80,8 +80,7 @@ def dispatcher_named(name: str) -> Dispatcher:
 
 
 class Dispatcher:
-    """All that belongs to one op: its public function, its generated code, its cache in the current
-    world."""
+    """All that belongs to one op: public function, generated code, cache in the current world."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -124,8 +123,7 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """Does as `miss` does, for a call that is not in the native table; puts it there if it is
-        an ordinary one."""
+        """Does as `miss` for a call not in the native table; puts an ordinary one there."""
         values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
                                                                          for name in hotpath.EXTRAS)
         self.ensure_world()
@@ -150,8 +148,7 @@ class Dispatcher:
         return out
 
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
-        """Return the entry for `key`, made by one thread while others that miss the same key wait
-        for it."""
+        """Return the entry for `key`: one thread makes it, others that miss it wait."""
         world, cache = self._world_and_cache()
         if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
@@ -164,8 +161,7 @@ class Dispatcher:
                                                          values))
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
-        """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks
-        the contract."""
+        """Return the facts of a call that `world` needs; InvalidCall if it breaks the contract."""
         program = (world or self.ensure_world()).program(self.op)
         owner, facts_of = self.reader
         facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
@@ -235,8 +231,7 @@ class Dispatcher:
 
     def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
              fixed: Mapping[str, Any]) -> Binding:
-        """Load the kernel and bind the step to the op's parameters; equal bindings are made once.
-        """
+        """Load the kernel and bind the step to the op's parameters, once for equal bindings."""
         run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
         sizes_read = run.facts if isinstance(run, Direct) else ()
         fixed = {name: value for name, value in fixed.items() if name in self.op.by_name
@@ -264,8 +259,7 @@ class Dispatcher:
         return recovery.recover(self, entry, values, fault)
 
     def with_backend(self, kernel: str) -> Callable[..., Any]:
-        """Return the public function with `backend=kernel`, of values in the order of the op's
-        parameters."""
+        """Return the public function with `backend=kernel`, of values in the op's order."""
         params, public = self.op.params, self.public
         split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
         names = tuple(p.name for p in params[split:])
@@ -350,8 +344,7 @@ class Dispatcher:
     # The native path.
 
     def _serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
-        """Would the same kernel serve while a CUDA graph is captured? False for entries that change
-        who serves."""
+        """Would the same kernel serve during a graph capture? Not if entries change who serves."""
         facts, step = entry.plan.facts, entry.plan.steps[0]
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if (facts["device"] != "cuda" or kernel is None or kernel.jit
@@ -366,8 +359,7 @@ class Dispatcher:
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                        fault: BaseException,
                        changed: int) -> Any:
-        """Does as `recover` does; `changed` has a bit for each parameter whose tensor was written
-        into."""
+        """Does as `recover`; `changed` has a bit per parameter whose tensor was written into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],
                                   fault)
@@ -417,8 +409,7 @@ class Dispatcher:
         events.emit(Evicted(op=self.op.name, entries=entries))
 
     def ensure_world(self) -> World:
-        """Return the world this dispatcher is in, after installing one if it has none and after
-        what is due now."""
+        """Return this dispatcher's world, installing one if it has none, after what is due."""
         now = time.monotonic()
         if clock.due(now):
             worlds.apply_deadlines(now)
@@ -460,8 +451,7 @@ worlds.add_listener(_install)
 
 
 def _after_fork() -> None:
-    """Runs in a forked child: threads that held a lock, made an entry or probed a kernel are
-    gone."""
+    """Runs in a forked child: threads that held a lock or made an entry are gone."""
     incidents.after_fork()
     memory.after_fork()
     wrapping.probes.clear()

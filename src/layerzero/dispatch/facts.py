@@ -158,8 +158,7 @@ def check_types(op: Op, values: Mapping[str, Any],
 
 
 def overrides_comparison(cls: type) -> bool:
-    """Does a subclass of int, float or str define comparison in Python? In a key, other calls would
-    run that."""
+    """Does a subclass of int, float or str compare in Python? In a key, other calls run that."""
     bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
     return any(isinstance(vars(base).get(name), FunctionType) for base in bases
                for name in _COMPARISONS)
@@ -275,8 +274,7 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
 
 def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor,
                     dims: Mapping[str, Any]) -> str:
-    """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them
-    all."""
+    """Return the named axes that the tensor is broadcast over, comma separated; "" if none."""
     shape = tuple(tensor.shape)
     full_shape = tuple(dims[t[1:]] for t in tokens)
     repeated = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
@@ -331,8 +329,7 @@ def stride_last(t: Tensor) -> Any:
 
 
 def alignment(t: Tensor) -> int | None:
-    """Return the largest power of two up to 128 that divides the address and every outer stride in
-    bytes."""
+    """Return the largest power of 2 up to 128 that divides the address and all outer strides."""
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
     try:

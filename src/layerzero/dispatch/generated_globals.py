@@ -52,8 +52,7 @@ def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
 
 def generated_globals(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
                       faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
-    """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and
-    RECOVER."""
+    """Return the globals of a generated function; TABLE, MISS, SLOW and RECOVER come later."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,

@@ -253,8 +253,7 @@ def _out_of_range(p: Param, low: float, high: float) -> str:
 
 
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
-    """Returns the lines that assign _z_<first tensor>: True if all are contiguous, else the strides
-    of each."""
+    """Returns the lines that assign _z_<first tensor>: True if all are contiguous, else strides."""
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
     # an mkldnn tensor calls itself contiguous
     lines = [f"if {n}.layout is not STRIDED: break" for n in names]
@@ -315,8 +314,7 @@ def _broadcasts(p: Param, op: Op) -> bool:
 
 
 def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) -> list[str]:
-    """Returns the lines that unpack each shape into _d_<size> and check that sizes named twice
-    agree."""
+    """Returns the lines that unpack shapes into _d_<size> and check sizes named twice."""
     binder = _SizeBinder(patterns)
     lines = [line for p in required for line in binder.lines(p.name, certain=True)]
     unbound = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
@@ -429,8 +427,7 @@ def _may_be_none(fact: str, op: Op) -> bool:
 
 
 def _derived_expression(name: str, op: Op) -> str:
-    """Returns the expression of a derived fact over the local names; None where a fact it reads is
-    None."""
+    """Returns the expression of a derived fact over local names; None where it reads a None."""
     may_be_none = [n for n in _base_facts(name, op) if _may_be_none(n, op)]
     value = _with_local_names(op.derived[name], op)
     if not may_be_none:

@@ -48,8 +48,7 @@ def is_ours(kernel: Kernel) -> bool:
 # the state of the inputs
 
 class InputState:
-    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes of
-    each."""
+    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes."""
 
     def __init__(self, values: Sequence[Any], max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -118,8 +117,7 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
 # the result
 
 def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | None:
-    """Return how a result differs from what the op describes; None if it does not, or if the op
-    cannot say."""
+    """Return how a result differs from what the op describes; None if not, or if it cannot say."""
     expected = None if not op.tensors else _expected_result(op, values)
     if out is None:
         return WrongResult("a result" if expected is None
@@ -246,8 +244,7 @@ def _is_final(fault: BaseException) -> bool:
 
 
 def watch_versions(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that a fault says if it came after a write into an input, as far as torch
-    counts writes."""
+    """Wrap `run` so that a fault tells if it came after a write into an input."""
     make = _watchers.get(op)
     if make is None:
         make = _watchers[op] = _generate_watcher(op)
@@ -259,8 +256,7 @@ _watchers: WeakKeyDictionary[Op, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def _generate_watcher(op: Op) -> Callable[..., Any]:
-    """Generate the wrapper for the parameters of an op: a loop would cost more than reading the
-    versions."""
+    """Generate the wrapper for an op's parameters: a loop costs more than reading versions."""
     names = ", ".join(p.name for p in op.params)
     tensors = [p.name for p in op.params if p.kind == "tensor"]
 
@@ -287,7 +283,6 @@ def without_guard(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unguard_later(run: Callable[..., Any], owner: Any, name: str) -> None:
-    """Has `run`, if it is a guard, set `owner.name` to the unguarded kernel after its last clean
-    call."""
+    """Has `run`, if a guard, set `owner.name` to the unguarded kernel after its last clean call."""
     if isinstance(run, Guard):
         run.unguard_later(owner, name)

@@ -122,8 +122,7 @@ _loaders: dict[str, Callable[[str], Any]] = {}
 
 
 class _DynamoImportHook(importlib.abc.MetaPathFinder):
-    """Substitutes our ops once somebody else imports torch._dynamo, which takes seconds to import.
-    """
+    """Substitutes our ops once somebody imports torch._dynamo, which takes seconds."""
 
     def find_spec(self, name: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> Any:
@@ -152,8 +151,7 @@ def _load_all() -> None:
 
 
 def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
-    """Make the ops available; `load(name)`, which calls `define`, is called when an op is first
-    needed."""
+    """Make the ops available; `load(name)`, which calls `define`, runs on first need."""
     _loaders.update(dict.fromkeys(names, load))
     setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
     if "torch._dynamo" in sys.modules:

@@ -40,8 +40,7 @@ def hinted_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
            opaque: bool = False) -> tuple[Step, Kernel] | None:
-    """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot
-    trace into."""
+    """Return the best traceable kernel, or None; with `opaque` also one torch cannot enter."""
     for step in world.plan(op, hinted_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
         if (opaque or kernel.traceable) and _rules_hold(kernel, facts, step):

@@ -32,8 +32,7 @@ probes: dict[str, locks.Lock] = {}
 
 def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, binding: Binding,
          override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    """Return what the entry runs, the same without its guard, and a place for recorded launches
-    or None."""
+    """Return what the entry runs, the same unguarded, and a place for recorded launches."""
     facts, step = plan.facts, plan.steps[0]
     breaker = world.health.get(kernel.health)
     run = (binding.run if breaker is None
@@ -113,8 +112,7 @@ def wrap_jit(dispatcher: Dispatcher, world: World, kernel: Kernel, run: Callable
 def wrap_guard(dispatcher: Dispatcher, kernel: Kernel, plan: Plan, run: Callable[..., Any],
                world: World | None = None, override: Override | None = None,
                clean_calls: int = 1) -> Callable[..., Any]:
-    """Guard the first `clean_calls` calls of `run`, or all of them where policy says so
-    (protection.py)."""
+    """Guard the first `clean_calls` calls of `run`, or all where policy says so."""
     facts = plan.facts
     always = (world is not None
               and world.selection_context(facts["device"],

@@ -114,8 +114,7 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, root: Path | None = None) -> tuple[SealedFolder, tuple[str, ...]]:
-        """Returns the store of a file in the cache folder, and the parts of its path in that
-        store."""
+        """Returns the store of a file in the cache folder, and its path's parts in that store."""
         root = cache_dir() if root is None else root
         name, *parts = path.relative_to(root).parts
         return cls(root, name), tuple(parts)
@@ -236,8 +235,7 @@ class SealedFolder:
         return module
 
     def key(self, create: bool = False) -> bytes:
-        """Returns the seal key, of the fleet or of this user and store; FileNotFoundError if there
-        is none."""
+        """Returns the seal key, of the fleet or this user; FileNotFoundError if there is none."""
         shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
         if shared:
             return shared.encode()

@@ -20,8 +20,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 class BuildPart(NamedTuple):
-    """A part of the build, as messages name it: "the CPU kernels", "its own CPU kernels",
-    "them"."""
+    """A part of the build, as messages name it: "the CPU kernels", "them"."""
 
     name: str
     ours: str

@@ -152,8 +152,7 @@ def _switch(on: bool) -> None:
 # Waiting for the libraries.
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of LOADERS by the other finders, and wraps their classes when they are
-    there."""
+    """Finds the modules of LOADERS by the other finders, and wraps their classes."""
 
     def find_spec(self, name: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> ModuleSpec | None:

@@ -57,8 +57,7 @@ def attend(
     enable_gqa: bool = False, return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks
-    padding."""
+    """Serve the backend: (batch, seq, heads, dim); a (batch, keys) mask marks padding."""
     if _parallel_config is not None:
         raise ConfigError(NO_CONTEXT_PARALLEL)
     if (attn_mask is not None and attn_mask.ndim == 2

@@ -69,8 +69,7 @@ def distribution_of(kernel: Kernel) -> str:
 
 
 def availability(kernel: Kernel) -> Reason | None:
-    """Returns why the kernel cannot be loaded, as far as is known without importing anything; None
-    if it can."""
+    """Returns why the kernel cannot be loaded, known without importing; None if it can."""
     distribution = distribution_of(kernel)
     if kernel.package and not is_importable(kernel.package):
         return Reason(Code.NOT_INSTALLED, distribution)
@@ -130,8 +129,7 @@ def _load_failure(kernel: Kernel, error: BaseException) -> Reason:
 
 
 def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
-    """Imports `package` in a process of its own and returns why that failed: a crash there is a
-    reason here."""
+    """Imports `package` in its own process and returns why that failed, crashes included."""
     try:
         process = subprocess.run([sys.executable, "-c",
                                   f"import sys; sys.path[:] = {sys.path!r}; import {package}"],

@@ -32,8 +32,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def headroom(kind: str, policy: Policy) -> int:
-    """Returns the bytes a workspace may take: as configured, or a share of what is free on the
-    device now."""
+    """Returns the bytes a workspace may take: as configured, or a share of what is free now."""
     configured = policy.setting("memory_headroom")
     if configured is not None:
         return int(configured)
@@ -165,8 +164,7 @@ _next_check: float | None = None
 
 
 def record_need(op: str, kind: str, served: int, lacking: int) -> bool:
-    """Records that a cached selection depends on free memory. Returns True if no check was
-    scheduled before."""
+    """Records that a cached selection depends on free memory; True if no check was due."""
     global _next_check
     with _lock:
         need = _needs.setdefault((op, kind), MemoryNeed())

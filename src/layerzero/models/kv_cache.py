@@ -235,8 +235,7 @@ class KVCache:
         return (rows.round() if self.dtype == torch.int8 else rows).to(self.dtype)
 
     def _scale_for(self, rows: Tensor) -> Tensor:
-        """Returns scales per KV head that fit these rows with headroom; larger values are clamped
-        later."""
+        """Returns scales per KV head that fit these rows with headroom; larger values clamp."""
         largest = rows.detach().to(self.device).float().abs().amax((0, 2))
         return (largest * HEADROOM / LIMITS[self.dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -256,8 +255,7 @@ class KVCache:
     # reading
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """Returns the pages of each sequence, (batch, max_pages) int32; short rows are padded with
-        0."""
+        """Returns the pages of each sequence, (batch, max_pages) int32, padded with 0."""
         names = tuple(self._chosen(sequences))
         table = self._tables.get(names)
         if table is None:
@@ -274,8 +272,7 @@ class KVCache:
         return torch.tensor(lengths, dtype=torch.int32, device=self.device)
 
     def gather(self, sequence: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns a dequantized copy of one sequence's keys and values, (length, kv_heads, dim), in
-        order."""
+        """Returns a dequantized copy of a sequence's keys and values, (length, kv_heads, dim)."""
         s = self._get(sequence)
         pages = torch.tensor(s.pages, dtype=torch.int64, device=self.device)
         out_dtype = dtype or (torch.float32 if self.dtype in LIMITS else self.dtype)
@@ -409,8 +406,7 @@ class ChunkedCache(KVCache):
 
 
 class ContiguousCache(KVCache):
-    """One contiguous range per sequence. Adjacent sequences of equal length are read by one
-    lz.attention call."""
+    """One contiguous range per sequence; adjacent equal lengths are read by one call."""
 
     kind = "contiguous"
     max_pages = 1

@@ -1,5 +1,4 @@
-"""Shorthands for lz.sample with one filter. A parameter is one number for all rows, or a tensor
-with one each."""
+"""Shorthands for lz.sample with one filter; a parameter is a number, or one for each row."""
 
 from __future__ import annotations
 

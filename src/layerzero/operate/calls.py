@@ -51,8 +51,7 @@ def _describe_tensor(tensor: Tensor) -> TensorSpec:
 
 
 def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Return every parameter of the op by name; tensors are made from the seed, equal for equal
-    seeds."""
+    """Return every parameter of the op by name; equal seeds give equal tensors."""
     if call.case is not None:
         dtype = _torch_dtype(call.dtype)
         try:

@@ -140,8 +140,7 @@ def hold(held: HeldGraph, calls: Calls) -> None:
 
 @contextmanager
 def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
-    """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator
-    capturing."""
+    """Capture as torch.cuda.graph, which leaves stream and allocator capturing after a fault."""
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()

@@ -38,8 +38,7 @@ class MatrixRow(Record):
 
     @property
     def ok(self) -> bool:
-        """Returns whether what is installed can be used somewhere; what is not installed is no
-        conflict."""
+        """Returns whether what is installed can be used somewhere; absence is no conflict."""
         return FITS in (self.verdict, self.worker_verdict) or (
             self.verdict == ABSENT and self.worker_verdict in (NONE, ABSENT))
 

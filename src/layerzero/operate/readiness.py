@@ -62,8 +62,7 @@ class ReadinessCheck(Record):
     @classmethod
     def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding],
            otherwise: str) -> ReadinessCheck:
-        """Return the verdict over all findings; without any it is ok, and `otherwise` says what is
-        there."""
+        """Return the verdict over all findings; without any, ok, and `otherwise` says why."""
         ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
         if not ordered:
             return cls(name, OK, want, otherwise)
@@ -437,8 +436,7 @@ def current_world() -> World | Readiness:
 
 
 def device_kind(device: str | None) -> str:
-    """Return the kind of `device` if the machine has it; by default an accelerator before the CPU.
-    """
+    """Return the kind of `device` if the machine has it; default: an accelerator, else CPU."""
     if device is None:
         return hardware.main_kind()
     return hardware.probe(device.partition(":")[0]).type

@@ -64,8 +64,7 @@ class Observer(Protocol):
 
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
                ended: int) -> None:
-        """Called after `kernel` has served; `began` and `ended` are nanoseconds of time.time_ns().
-        """
+        """Called after `kernel` served; `began` and `ended` are of time.time_ns()."""
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
                values: tuple[Any, ...]) -> None: ...

@@ -48,8 +48,7 @@ class TritonCompiled(WarmedUp):
 
 @dataclass(frozen=True)
 class TritonCache:
-    """Counts of one kernel in this process: launches without compiling, compiles, and finds on
-    disk."""
+    """Counts of one kernel in this process: launches, compiles, and finds on disk."""
 
     kernel: str
     hits: int

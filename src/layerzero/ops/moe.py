@@ -83,8 +83,7 @@ def inputs(
     favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`others`: number of experts on other devices; `favourite`: every token chooses expert 1
-    first."""
+    """`others`: experts on other devices; `favourite`: every token chooses expert 1 first."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:

@@ -61,8 +61,7 @@ def inputs(
     far: bool = False, long_table: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of
-    the batch."""
+    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin per row."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:

@@ -83,8 +83,7 @@ def meta(text: str | list[str], tokenizer: Any, **options: Any) -> None:
 
 
 def read(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts of the tokenizer and of the texts; raises InvalidCall before any library is
-    called."""
+    """Returns the facts of tokenizer and texts; InvalidCall before any library is called."""
     texts = check_texts(values["text"])
     if not isinstance(values["padding"], (bool, str, NoneType)):
         raise InvalidCall.of("tokenize", Reason(

@@ -1,5 +1,4 @@
-"""A batch to be written to a store: measurements, the environments they name, and rates with their
-times."""
+"""A batch to write to a store: measurements, the environments they name, and timed rates."""
 
 from __future__ import annotations
 

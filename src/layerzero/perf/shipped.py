@@ -132,8 +132,7 @@ def _measurements(row: list[Any], kernels: list[str],
 def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, command: str,
             rates: Rates,
             measurements: Iterable[Measurement], baselines: Collection[str]) -> str:
-    """Returns the text of a file, equal for equal measurements. One row per line, for readable
-    diffs."""
+    """Returns the text of a file, equal for equal measurements, one row per line."""
     kinds: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
     for m in measurements:
         kinds.setdefault((m.op, m.mode, m.family, m.sizes), {})[m.kernel] = m

@@ -123,8 +123,7 @@ class _Call:
 
 def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
                backend: str | None) -> _Call:
-    """Check a call as it was given to `bind`; ConfigError for one that is changed before it is
-    served."""
+    """Check a call as given to `bind`; ConfigError for one that is changed before serving."""
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     override = context.override_for_call(backend, None)
@@ -168,8 +167,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
         return row.covers(facts(tensors))
 
     def checked(*tensors: Tensor) -> Any:
-        """Returns the bound kernel where it was bound for this call; else the op itself, and an
-        event."""
+        """Returns the bound kernel if bound for this call; else the op itself, and an event."""
         call = facts(tensors)
         if row.covers(call):
             return run(*tensors)
@@ -183,8 +181,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
 
 def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
                named: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of the tensors in `named` that calls the kernel with all other arguments
-    fixed."""
+    """Return a function of the tensors in `named` that calls the kernel, the rest fixed."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
     fixed = {n: v for n, v in named.items() if n not in tensors}
     binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
@@ -307,8 +304,7 @@ class Baked:
             self._first = False
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Returns the backend that Dynamo hands a graph to, in which the lz calls are still
-        whole."""
+        """Returns the backend that Dynamo hands a graph to while lz calls are still whole."""
         autocast = any(n.op == "call_function"
                        and getattr(n.target, "__name__", "") == "_enter_autocast"
                        for n in graph.graph.nodes)

@@ -58,8 +58,7 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
 
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
-    """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it
-    has none."""
+    """Return a digest of the kernel's certificate on this device; "" if it has none."""
     certificate = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(certificate, certificates.Certificate):
         return ""

@@ -22,8 +22,7 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
-    """Do all rules of the kernel hold? `known` has the facts common to all calls and the spans of
-    the sizes."""
+    """Do all rules of the kernel hold for the facts in `known` and the spans of the sizes?"""
     fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 

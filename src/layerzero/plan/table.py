@@ -195,8 +195,7 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
                    installed_version("layerzero") or "unknown")
 
     def drift(self, now: Stamp) -> list[Reason]:
-        """Return what has changed since; an empty list if the table is valid in the world of `now`.
-        """
+        """Return what has changed since; empty if the table is valid in the world of `now`."""
         then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE}
                          for s in (self, now))
         changed = [(f"device.{name}", then[name], current[name]) for name in then
@@ -321,8 +320,7 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
 
 def distribution_of(kernel: Kernel) -> str:
-    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own.
-    """
+    """Return the package a kernel comes with: ours for what we compile, torch for torch's."""
     if not kernel.package:
         return "layerzero" if kernel.built is not None else "torch"
     return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")

@@ -74,8 +74,7 @@ def run_gate(options: GateOptions, stages: Sequence[str], waivers: Sequence[Waiv
 
 
 def _today(options: GateOptions) -> date:
-    """Return the date, at least that of the baseline: a clock that was set back revives no waiver.
-    """
+    """Return the date, at least the baseline's: a clock set back revives no waiver."""
     now = datetime.now(timezone.utc).date()
     try:
         return max(now, date.fromisoformat(Baseline.load(options.baseline_file).made[:10]))
@@ -122,8 +121,7 @@ def load_report(path: Path) -> dict[str, Any]:
 
 
 def combine(paths: Sequence[Path], required: Sequence[str]) -> dict[str, Any]:
-    """Accepted: every required target has a report that passed with every stage, and no report
-    failed."""
+    """Accepted: every required target has a full report that passed, and none failed."""
     for name in required:
         if name not in KNOWN:
             raise ConfigError(f"--require: there is no target {name!r}{suggest(name, KNOWN)}")

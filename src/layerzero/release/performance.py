@@ -48,8 +48,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 @dataclass(frozen=True)
 class MeasuredSpeed(Record):
-    """The speed as a multiple of torch, with the ratios between which the true one lies with 95 %
-    confidence."""
+    """The speed as a multiple of torch, and its 95 % confidence interval."""
 
     ratio: Positive
     low: Positive
@@ -96,8 +95,7 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True,
 
 def make_baseline(target: str, device: str, seconds: float = SECONDS,
                   again: Timer | None = None) -> Baseline:
-    """Time every call now, in several processes: where memory lies differs between them by more
-    than within one."""
+    """Time every call now, in several processes: memory placement differs between them."""
     timer = again or in_new_process
     runs = [timer(tuple(CALLS), device, seconds) for _ in range(PROCESSES)]
     return Baseline(target, hardware.probe(device).name, str(torch.__version__),
@@ -161,8 +159,7 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS,
 
 
 def merged(runs: Sequence[MeasuredSpeed]) -> MeasuredSpeed:
-    """Merge the timings of several processes: their medians, and an interval that holds all their
-    intervals."""
+    """Merge the timings of several processes: medians, and the hull of the intervals."""
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
@@ -199,8 +196,7 @@ def _print(words: Sequence[str]) -> None:
 
 
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
-    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval.
-    """
+    """Time lz and torch in turns; return the median ratio with a bootstrap interval."""
     with torch.no_grad():
         ours, torchs = make(device)
         timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)

@@ -179,8 +179,7 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
 
     @property
     def passed(self) -> bool:
-        """Nothing went wrong so far and nothing grows; whether it is complete is another question.
-        """
+        """Nothing went wrong and nothing grows so far, whether or not it is complete."""
         return (not any(self.counts.get(kind) for kind in WRONG)
                 and all(s.passed for s in self.series))
 
@@ -275,8 +274,7 @@ def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbanc
 
 @contextmanager
 def _own_world() -> Iterator[None]:
-    """Measurements go to a store of the soak's own, and settings are after it what they were
-    before."""
+    """Measurements go to the soak's own store, and settings are restored after it."""
     before = worlds.current().policy
     with tempfile.TemporaryDirectory(prefix="layerzero-soak-",
                                      ignore_cleanup_errors=True) as folder:

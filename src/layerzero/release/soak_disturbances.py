@@ -71,8 +71,7 @@ class Disturbances:
         self._kernels(0)
 
     def quiet(self) -> None:
-        """The policy that was in force before the soak, with this soak's own kernels still
-        registered."""
+        """The policy in force before the soak, with this soak's own kernels registered."""
         worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
@@ -113,8 +112,7 @@ class Disturbances:
         self._changed()
 
     def _learning(self, i: int) -> None:
-        """Kinds of call are learned from here to the end of the cycle, in a store of the soak's
-        own."""
+        """Kinds of call are learned until the end of the cycle, in the soak's own store."""
         configure(learn=True)
         self._changed()
 

@@ -180,8 +180,7 @@ def call_wrongly(tally: Tally) -> None:
 
 
 def call_in_burst(case: Case, tally: Tally) -> None:
-    """Makes the same call over and over, as a decode loop does, and checks the first and the last.
-    """
+    """Makes the same call over and over, as decoding does, and checks the first and last."""
     call_and_check(case, tally)
     public, end, n = dispatcher_of(case.op.name).public, time.monotonic() + BURST_SECONDS, 0
     try:

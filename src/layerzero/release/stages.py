@@ -91,8 +91,7 @@ class ModelChecked(Checked):
 # Correctness.
 
 def _correctness(options: GateOptions) -> Iterator[Checked]:
-    """Check that every kernel that can run here keeps its contract: by a valid certificate, or
-    verified now."""
+    """Check that every kernel here keeps its contract: by certificate, or verified now."""
     able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
     if options.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))

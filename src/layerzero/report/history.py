@@ -29,8 +29,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """The time that the workload took, as far as it was known when a session of measurements
-    ended."""
+    """The time that the workload took, as known when a session of measurements ended."""
 
     at: float                                  # seconds since 1970
     us: float

@@ -27,8 +27,7 @@ OFF_CPU = "_off_cpu"
 
 @dataclass(frozen=True)
 class NumberField:
-    """The part of the key that holds a size, derived number or numeric parameter; None is distinct
-    too."""
+    """The key's part that holds a size, derived number or numeric parameter, or None."""
 
     fact: str
     exact: bool = False

@@ -127,8 +127,7 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _shape(kind: type) -> tuple[Layout, Mapping[str, str], Mapping[str, Any]]:
-    """Returns the layout of a class, its members (name in JSON -> attribute), and the defaults of
-    its fields."""
+    """Returns a class's layout, its members (name in JSON -> attribute), and its defaults."""
     layout: Layout = getattr(kind, "json_layout", Layout())
     if is_dataclass(kind):
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory()

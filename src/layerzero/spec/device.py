@@ -104,8 +104,7 @@ GENERATIONS: Table = (
 
 
 def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
-    """Returns the first row with `sm`; else an "unknown" row with the features of the newest older
-    one."""
+    """Returns the first row with `sm`; else an "unknown" row like the newest older one."""
     rows = [row for row in table if row.sm_last]
     for row in rows:
         if row.sm_first <= sm <= row.sm_last:
@@ -120,8 +119,7 @@ def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
 
 
 def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
-    """Returns the first row with the AMD architecture `arch`; ROCm's torch has bf16 on all it
-    supports."""
+    """Returns the first row with the AMD architecture `arch`; all of ROCm's have bf16."""
     for row in table:
         if row.arch and arch.startswith(row.arch):
             return row
@@ -208,8 +206,7 @@ class Device(Record):
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
     def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
-        """Returns whether torch multiplies matrices of a dtype that needs one of `isa` at full
-        speed here."""
+        """Returns whether torch's matmul of a dtype that needs one of `isa` is fast here."""
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property

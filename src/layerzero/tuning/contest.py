@@ -1,6 +1,4 @@
-"""A contest of the kernels that may serve one call: which is fastest, by how much, and with what
-confidence.
-"""
+"""A contest of the kernels that may serve one call: which is fastest, how surely, by how much."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def mode_facts(mode: str) -> dict[str, bool]:
 
 
 def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
-    """Return the plan as if every kernel were compiled, which tuning does, and no dispatch table
-    were in use."""
+    """Return the plan as if every kernel were compiled and no dispatch table in use."""
     jit_kernels = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.replace(warmed=world.warmed | jit_kernels, table=None)
     plan = free.plan(op, facts, context.current.get(), thorough=True)
@@ -241,8 +238,7 @@ class Contest:
                         for name, own in rounds.items()})
 
     def costs(self) -> Timings:
-        """Return the costs that selection counts: with transforms of inputs and the user's boosts.
-        """
+        """Return the costs that selection counts, with transforms and the user's boosts."""
         return Timings({name: [self._cost(name, us) for us in rounds]
                         for name, rounds in self.timings.rounds.items()})
 

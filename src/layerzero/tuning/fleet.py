@@ -299,8 +299,7 @@ class Fleet:
     # nodes and workers
 
     def _resource(self) -> str:
-        """Returns the resource of Ray that the wanted kind of device is, "" for whatever a node
-        has."""
+        """Returns the Ray resource of the wanted kind of device, "" for what a node has."""
         kind = (self.options.device or "").partition(":")[0]
         return "" if not kind else {"cpu": "CPU", "hpu": "HPU"}.get(kind, "GPU")
 

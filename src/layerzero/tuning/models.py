@@ -20,8 +20,7 @@ PAGE = 64                                      # tokens in one page of a latent 
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution of a UNet: its image tokens, its width, and how many transformer blocks work
-    there."""
+    """One resolution of a UNet: image tokens, width, and its number of transformer blocks."""
 
     tokens: int
     channels: int
@@ -255,8 +254,7 @@ class _Step:
                      offset=m.norm_offset or None)
 
     def norms(self) -> None:
-        """Add the norms of all layers and the last one; after the first, fused with the residual
-        add if possible."""
+        """Add the norms of all layers and the last, fused with the residual add if possible."""
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)
@@ -364,8 +362,7 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
 
 
 def _latent_attention(s: _Step) -> None:
-    """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in
-    pages."""
+    """Prefill rebuilds keys and values from the latent; decoding attends to it, in pages."""
     m, plain = s.model, s.model.head_dim - s.model.rope_dim
     if m.q_rank:
         s.linear(m.layers, m.hidden, m.q_rank)
@@ -444,8 +441,7 @@ def _groups(channels: int) -> int:
 
 
 def _dit(s: _Step) -> tuple[Call, ...]:
-    """Image and text have weights of their own and attend to each other; then come the shared
-    layers, if any."""
+    """Image and text have own weights and attend to each other; then shared layers, if any."""
     m, width = s.model, s.model.heads * s.model.head_dim
     both = s.tokens + m.text_tokens
     for tokens in filter(None, (s.tokens, m.text_tokens)):

@@ -1,6 +1,4 @@
-"""The results of tuning: for each kind of call the fastest kernel, with what confidence, and what
-was left out.
-"""
+"""The results of tuning: the fastest kernel per kind of call, how surely, what was left out."""
 
 from __future__ import annotations
 

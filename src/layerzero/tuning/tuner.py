@@ -153,8 +153,7 @@ class Job:
 
 
 def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
-    """Return the kinds of call, those that take most time first, and the calls that cannot be made.
-    """
+    """Return the kinds of call, the most expensive first, and the calls that cannot be made."""
     jobs: dict[tuple[str, str], Job] = {}
     skipped: list[Skipped] = []
     for call in calls:
@@ -197,8 +196,7 @@ def _job(call: Call, device: str) -> Job:
 
 
 def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is made
-    canonical first."""
+    """Return the call's dispatcher and arguments in order; unusual calls made canonical."""
     values = dict(arguments)
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
@@ -286,8 +284,7 @@ class Tuner:
         return result
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-        """Make the inputs once for all modes of a call: making large ones takes longer than timing
-        it."""
+        """Make the inputs once for all modes of a call: that takes longer than timing it."""
         call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
             self._last_inputs = None, None, ()         # free their memory before allocating more

@@ -72,8 +72,7 @@ def _raise_all(errors: list[str], end: str) -> None:
 
 def environment_layer(environ: Mapping[str, str] | None = None,
                       ops: OpFacts | None = None) -> Layer | None:
-    """Returns the layer of LAYERZERO_* variables, None if none is set. An empty value counts as
-    unset."""
+    """Returns the layer of LAYERZERO_* variables, None if none is set or all are empty."""
     environ = os.environ if environ is None else environ
     errors: list[str] = []
     settings: dict[str, Any] = {}
@@ -185,8 +184,7 @@ def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None,
 
 
 def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -> Layer:
-    """Returns the layer in a YAML policy file. With `ops`, names of ops and facts are checked
-    too."""
+    """Returns the layer in a YAML policy file; with `ops`, ops and facts are checked too."""
     try:
         text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
     except ConfigError as e:
@@ -209,8 +207,7 @@ class _NodeError(PolicyValidationError):
 
 
 class _Reader:
-    """Walks the nodes of one document. An error is recorded with its line, and the rest still
-    read."""
+    """Walks the nodes of a document; records errors with their line, and reads on."""
 
     def __init__(self, path: Path, text: str, ops: OpFacts | None) -> None:
         try:

@@ -70,8 +70,7 @@ _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, Heal
 
 
 def use_log_level(name: str) -> None:
-    """Applies the policy's log_level ("" for none) where it changed; else the program's own level
-    stays."""
+    """Applies the policy's log_level ("" for none) where it changed, else the program's stays."""
     global _chosen_level
     chosen, before = _chosen_level
     if name != chosen:
@@ -268,8 +267,7 @@ class _DeliveryThread:
             self._wake.notify()
 
     def flush(self) -> None:
-        """Waits up to FLUSH_SECONDS for delivery: events arrive in order, unless a subscriber
-        blocks."""
+        """Waits up to FLUSH_SECONDS for delivery in order, unless a subscriber blocks."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self._blocked:
             self._blocked = not self._drained.wait(FLUSH_SECONDS) and thread.is_alive()

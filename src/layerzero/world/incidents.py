@@ -78,8 +78,7 @@ def loaded(kernel: Kernel) -> Any:
 
 def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason,
            until: float | None = None) -> None:
-    """Excludes the kernel from this kind of call, for good or `until` a time: it would fail the
-    same way again."""
+    """Excludes the kernel from this kind of call, for good or `until` a time."""
     name, kind = kernel.id, kind_to_compile(kernel.op, facts)
     if kernel.backend == "reference":
         return                                 # the fallback of all others is never excluded
@@ -106,8 +105,7 @@ def refused(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
 
 
 def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any]) -> Reason:
-    """Excludes the kernel from this kind of call: compiling takes seconds and would fail the same
-    way again."""
+    """Excludes the kernel from this kind of call: compiling would fail the same way again."""
     kind = faults.classify(fault)
     reason = faults.reason_of(fault, kind)
     if kind != "refused" and not isinstance(fault, faults.WrongResult):
@@ -137,8 +135,7 @@ def extend_keys(override: Override | None) -> bool:
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
-    """Records that a kernel cannot be loaded. Threads may notice at once; it is published and
-    reported once."""
+    """Records that a kernel cannot be loaded; published and reported once."""
     is_new = False
 
     def apply(world: World) -> World:
@@ -190,8 +187,7 @@ MAX_KNOWN_REASONS = 256
 
 
 def _classify(fault: BaseException) -> tuple[str, Reason]:
-    """Returns the class of a fault and its reason; cached, since a failing kernel raises the same
-    again."""
+    """Returns the class of a fault and its reason, cached: the same fault comes again."""
     key = type(fault), str(fault)
     reason = _known_reasons.get(key)
     if reason is not None:
@@ -208,8 +204,7 @@ def _classify(fault: BaseException) -> tuple[str, Reason]:
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure],
           op: str,
           facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
-    """Appends the fault to `failures`. Raises where no other kernel could serve the call; counts
-    nothing yet."""
+    """Appends the fault to `failures`; raises where no other kernel could serve. No count yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
         return
@@ -336,8 +331,7 @@ faults.on_device_lost.append(_disable_suspect)
 
 
 def _capture_error(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> CudaGraphUnsafeError:
-    """Returns the error for a call inside an invalidated capture: no other kernel could serve it
-    either."""
+    """Returns the error for a call inside an invalidated capture, which no kernel can serve."""
     if not guilty:
         return CudaGraphUnsafeError(
             f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "

@@ -147,8 +147,7 @@ def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequenc
 
 
 def forget_measurements() -> None:
-    """Lets this process select without measurements. The store keeps them (`lz perf prune` removes
-    them)."""
+    """Lets this process select without measurements; the store keeps them."""
     worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
 
 
@@ -175,8 +174,7 @@ def _complete_row(m: Measurement, world: World, now: float,
 
 
 def _device_type_of(place: str) -> str:
-    """Returns the device type here that `place` names, "" if none. The CPU first: probing a GPU
-    starts it."""
+    """Returns the device type here that `place` names, "" if none; CPU first, GPUs start."""
     for kind in sorted(hardware.present(), key=lambda kind: kind != "cpu"):
         if hardware.probe(kind).signature == signature_of(place):
             return kind
@@ -372,8 +370,7 @@ def _describe_rows(target: Path | str | None) -> str:
 
 
 def shipped_status(world: World, device: Device) -> StoreStatus:
-    """Returns for `lz doctor` which shipped measurements there are for this device, and whether
-    they are used."""
+    """Returns for `lz doctor` what shipped measurements this device has, and if they are used."""
     if not world.policy.setting("shipped_measurements"):
         return StoreStatus(True, "switched off by the setting shipped_measurements")
     table, refused = shipped_table(world.catalog, device)
@@ -392,8 +389,7 @@ def shipped_status(world: World, device: Device) -> StoreStatus:
 
 
 def environment(kind: str) -> dict[str, Any]:
-    """Returns everything a measurement on this machine's `kind` of device may depend on, with its
-    state now."""
+    """Returns everything a measurement on this `kind` of device may depend on, as of now."""
     catalog = worlds.current().catalog
     read_at, known_catalog, env = _environments.get(kind, (0.0, None, {}))
     stale = known_catalog is not catalog or time.monotonic() > read_at + STATE_SECONDS

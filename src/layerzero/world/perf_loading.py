@@ -63,8 +63,7 @@ class StoreState:
         vars(self).update(vars(StoreState()))
 
     def now(self) -> float:
-        """Returns the time, which never goes back even if the clock does: a later measurement is
-        newer."""
+        """Returns a time that never goes back, even if the clock does: later is newer."""
         self.newest = max(self.newest, time.time())
         return self.newest
 
@@ -73,8 +72,7 @@ state = StoreState()
 
 
 def location(policy: Policy) -> Path | str | None:
-    """Returns where measurements are: a file, the address of a server, or None if only in
-    memory."""
+    """Returns where measurements are: a file, a server's address, or None for memory."""
     text = str(policy.setting("perfdb")).strip()
     if not text:
         return config.cache_dir() / FILE
@@ -95,8 +93,7 @@ def location(policy: Policy) -> Path | str | None:
 
 def open_location(target: Path | str, timeout: float | None = None,
                   read_only: bool = False) -> Store:
-    """Opens the store at a path or an address. With `read_only` nothing is created or changed
-    there."""
+    """Opens the store at a path or address; `read_only` creates and changes nothing."""
     timeout = WRITE_SECONDS if timeout is None else timeout
     if isinstance(target, Path):
         from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
@@ -198,8 +195,7 @@ class MeasuredWorld(Protocol):
 
 
 def reload_if_needed(old: MeasuredWorld, new: MeasuredWorld) -> tuple[PerfView, list[Event]]:
-    """Returns the measurements for the settings and kernels of `new`: its own where nothing
-    changed."""
+    """Returns the measurements for the settings and kernels of `new`, its own if unchanged."""
     names = ("perfdb", "perfdb_ttl")
     if any(old.policy.setting(name) != new.policy.setting(name) for name in names):
         return load(new.policy, new.catalog.kernels)

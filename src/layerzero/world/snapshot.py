@@ -209,13 +209,11 @@ class World:
                        **changes)
 
     def version(self, op: str) -> int:
-        """Returns the epoch of the last change that concerned `op`: what was cached since then is
-        valid."""
+        """Returns the epoch of the last change that concerned `op`; later caches are valid."""
         return max(self.changed, self.changed_for.get(op, 0))
 
     def ops_of(self, group: str) -> frozenset[str]:
-        """Returns the ops that a breaker concerns: those of a library's kernels, or of one
-        kernel."""
+        """Returns the ops that a breaker concerns: a library's kernels', or one kernel's."""
         return frozenset(k.op.name for k in self.catalog.kernels if group in (k.health, k.id))
 
     @property
@@ -238,8 +236,7 @@ def _still_valid(key: Any, ops: Collection[str]) -> bool:
 
 
 def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
-    """Returns the tests in a kernel's rules; alignment that no CPU kernel tests is marked OFF_CPU.
-    """
+    """Returns the tests in a kernel's rules; alignment no CPU kernel tests is OFF_CPU."""
     tests = _tests.get(kernel)
     if tests is None:
         off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
@@ -255,8 +252,7 @@ _tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """Returns what the rule says of every call on the CPU; None if that depends on more than the
-    device."""
+    """Returns what the rule says of every CPU call; None if that depends on more."""
     return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 

@@ -95,8 +95,7 @@ class ActiveTable:
 
     def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any],
              context: SelectionContext, thorough: bool) -> Plan:
-        """Returns the table's plan; where it has none, the engine's, with the reason in
-        `missed`."""
+        """Returns the table's plan; else the engine's, with the reason in `missed`."""
         missed = self.drift(catalog, context.policy)
         steps = None if missed is not None else self.table.steps(op.name, facts)
         if missed is None and steps is None:

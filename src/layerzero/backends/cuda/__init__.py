@@ -88,8 +88,7 @@ def _read_in_place(tensor: str) -> tuple[r.Condition, ...]:
 
 
 def _few_rows(tokens: str, limit: int) -> tuple[r.Condition, ...]:
-    """Returns rules for group * tokens <= most: a rule reads one fact, so there is one per number
-    of tokens."""
+    """Returns rules for group * tokens <= most, one per number of tokens: a rule reads one fact."""
     # tokens -> the smallest group that allows no more
     allowed = {limit // group: group for group in range(limit, 0, -1)}
     return (r.at_most("group", limit), r.at_most(tokens, limit, Code.SEQ_LEN_UNSUPPORTED),
@@ -127,8 +126,7 @@ PAGES: tuple[r.Condition, ...] = (             # how both read a paged cache
 
 
 def _decode_shared(rows: str) -> str:
-    """Returns decode.shared_bytes for two warps and two stages; the launcher uses as many as
-    fit."""
+    """Returns decode.shared_bytes for two warps and stages; the launcher uses as many as fit."""
     return (f"256 * head_dim + (({rows}) + 7) // 8 * 16 * head_dim + ({rows}) * (4 * head_dim + "
             "192) + 16")
 

@@ -60,8 +60,7 @@ class Plans:
 
     def get(self, config: Any, tensors: tuple[Tensor, ...],
             plan: Callable[[Any], Tensor | None]) -> _Plan:
-        """Returns the plan for this configuration and these tensors; `plan(wrapper)` plans and
-        returns dead rows."""
+        """Returns the plan for these tensors; `plan(wrapper)` makes it and returns dead rows."""
         key = (config, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
         versions = _versions(tensors)
         cached = self._plans.pop(key, None)
@@ -99,8 +98,7 @@ def _plans_of(kind: tuple[Any, ...], device: torch.device, make: Callable[[Tenso
 
 
 class Csr(NamedTuple):
-    """A page table in FlashInfer's CSR form; lengths and starts on the host, page ids on the
-    device."""
+    """A page table in FlashInfer's CSR form: lengths and starts on the host, ids on the device."""
 
     starts_q: Tensor
     indptr: Tensor
@@ -135,8 +133,7 @@ def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor,
 
 
 def _finish(result: Any, dead: Tensor | None, return_lse: bool, factor: float) -> Any:
-    """Sets rows that see no key to zero and their log-sum-exp to -inf, and converts it to natural
-    logarithms."""
+    """Zeroes rows that see no key (log-sum-exp -inf) and converts it to natural logarithms."""
     out, lse = result if return_lse else (result, None)
     if dead is not None:
         out.masked_fill_(dead[:, None, None], 0.0)
@@ -208,8 +205,7 @@ def _paged_prefill_fa3() -> Callable[..., Any]:
 
 
 def _paged_xqa() -> Callable[..., Any]:
-    """Needs no plan: lengths and pages are read on the device, so one capture serves every
-    length."""
+    """Needs no plan: lengths and pages are read on the device; one capture serves every length."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache as xqa
 
     # per device and stream; its semaphores return to zero

@@ -50,8 +50,7 @@ def parameter_sizes(function: int) -> tuple[int, ...] | None:
 
 def launch(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
            hooks: tuple[list[Any], ...]) -> Launch | str:
-    """Returns the launch of a CompiledKernel with these run-time arguments, or why it is left to
-    Triton."""
+    """Returns the launch of a CompiledKernel with these arguments, or why Triton does it."""
     metadata = compiled.metadata
     unusual = [name for name in UNUSUAL if getattr(metadata, name, None)]
     if unusual or getattr(metadata, "num_ctas", 1) != 1:

@@ -61,8 +61,7 @@ def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
 
 @triton.jit
 def _load_eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
-    """Loads the eight inputs for the codes of each of `word` (quads, 4), as eight tensors of that
-    shape."""
+    """Loads the eight inputs for the codes of each of `word` (quads, 4), as eight such tensors."""
     column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     x = _load_x(x_ptr, column, K, EVEN)
     even, odd = tl.split(tl.reshape(x, (word.shape[0], 4, 4, 2)))

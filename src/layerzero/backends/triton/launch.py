@@ -54,8 +54,7 @@ class LoadedSpecialization:
 
 
 class LaunchCounts(NamedTuple):
-    """Statistics of one function: launches of loaded specializations, and specializations by their
-    source."""
+    """Statistics of one function: launches by loaded specialization, specializations by source."""
 
     hits: int
     compiled: int
@@ -227,8 +226,7 @@ def blocks_of(meta: Mapping[str, Any]) -> list[str]:
 
 
 def checked_grid(name: str, grid: Sequence[int], device: int | None) -> tuple[int, ...]:
-    """Returns the grid; raises LaunchRefused if it exceeds the device's limits. `device` None: the
-    interpreter."""
+    """Returns the grid; LaunchRefused beyond the device's limits. `device` None: interpreter."""
     if len(grid) == 1 and type(grid[0]) is int and 0 < grid[0] < INT32_END:
         return grid[0],
     reasons = grid_problems(grid, LaunchLimits() if device is None else limits_of(device))
@@ -245,8 +243,7 @@ def _runtime_parameters(fn: Any) -> int:
 
 
 def _has_hooks() -> bool:
-    """Returns whether launch hooks are set. Before Triton 3.5 a hook was a function or None, later
-    it is a chain."""
+    """Returns whether launch hooks are set: before Triton 3.5 a function or None, later a chain."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool((enter is not None and getattr(enter, "calls", True))
                 or (leave is not None and getattr(leave, "calls", True)))
@@ -263,8 +260,7 @@ def hook_lists(fn: Any) -> tuple[list[Any], ...]:
 
 @contextmanager
 def _compilations(cache_hits: list[bool]) -> Iterator[None]:
-    """Appends to `cache_hits`, for each compilation inside the block, whether it was in the disk
-    cache."""
+    """Appends to `cache_hits`, per compilation inside the block, whether the disk cache had it."""
     with _listener_lock:
         previous = knobs.compilation.listener
 

@@ -61,8 +61,7 @@ def _read_tokens(
 
 @triton.jit
 def _is_last(count_ptr, row, chunks):
-    """Returns whether this is the last program of its row, which can read what the others
-    stored."""
+    """Returns whether this is the last program of its row, which can read all that was stored."""
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == chunks - 1
     if last:

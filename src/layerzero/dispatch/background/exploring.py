@@ -369,8 +369,7 @@ class Exploring:
     def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...],
                  fault: BaseException,
                  ticket: Ticket | None) -> Any:
-        """Drop the kernel for this kind; whose fault it was and who serves is decided as for any
-        other call."""
+        """Drop the kernel for this kind; whose fault it was is decided as for any call."""
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
         if (not candidates[kernel].named or kernel == self.base

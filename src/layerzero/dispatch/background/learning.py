@@ -63,8 +63,7 @@ _learned = _unclear = 0
 
 def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
             override: Override | None) -> Callable[..., Any]:
-    """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be
-    learned."""
+    """Return what the entry of this plan runs: `run`, or an Exploring if its kind is learned."""
     if not _is_learnable(dispatcher.op, world, plan, override):
         return run
     key = _key(dispatcher.op, world, plan)
@@ -281,8 +280,7 @@ class Worker:
         publish(kinds)
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Wait until nothing is left to load or to write; return False if that took longer than
-        `seconds`."""
+        """Wait until nothing is left to load or write; return False if `seconds` came first."""
         end = time.monotonic() + seconds
         with self._wake:
             while self._at_work() and time.monotonic() < end:
@@ -308,8 +306,7 @@ flush = _worker.flush
 
 
 def publish(kinds: list[LearnedKind]) -> None:
-    """Write the results of these kinds and publish one new world, in which their entries no longer
-    explore."""
+    """Write the results of these kinds and publish one world in which they no longer explore."""
     global _learned, _unclear
     world, rows = worlds.current(), []
     for kind in kinds:

@@ -68,8 +68,7 @@ class LaunchRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports Dynamo, for seconds, to keep it out of
-        __torch_dispatch__."""
+        """Return False: else torch imports Dynamo, for seconds, to keep it out of dispatch."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,8 +142,7 @@ class LaunchRecorder(TorchDispatchMode):
         return 0
 
     def _origin(self, t: Tensor) -> Origin:
-        """Return where the memory of a tensor comes from; of a view, the one tensor whose storage
-        it shares."""
+        """Return where a tensor's memory comes from; for a view, the tensor it is a view of."""
         roots = [(INPUT, i, value) for i, value in enumerate(self.values)
                  if isinstance(value, Tensor)]
         roots += [(ALLOCATED, i, allocation) for i, allocation in enumerate(self.allocations)]
@@ -163,8 +161,7 @@ class LaunchRecorder(TorchDispatchMode):
 
 
 def _same(t: Tensor, allocation: Tensor) -> bool:
-    """Compare by memory and layout: torch.empty returns another object than the recorded
-    allocation."""
+    """Compare by memory and layout: torch.empty returns another object than was recorded."""
     return (_storage(t) == _storage(allocation) and t.dtype == allocation.dtype
             and t.shape == allocation.shape
             and t.stride() == allocation.stride()

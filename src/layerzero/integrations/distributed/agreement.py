@@ -90,8 +90,7 @@ class Session:
     # one round
 
     def collect(self, world: World) -> None:
-        """Keep the kinds that were met until they are agreed: publishing a world empties the
-        caches they are found in."""
+        """Keep the kinds met until they are agreed: a new world empties the caches they are in."""
         self.pending.update((unit.id, unit) for unit in provisional(world, self.order))
 
     def agree(self, calls: Sequence[Unit] | None) -> int:

@@ -47,8 +47,7 @@ class Place:
         return t.chunk(self.pieces, dim)
 
     def cut_activations(self, t: Tensor, dim: int, what: str) -> tuple[Tensor, ...]:
-        """Returns the same with copies: a library may compute otherwise where rows lie further
-        apart."""
+        """Returns the same with copies: a library may compute otherwise for distant rows."""
         return tuple(part.contiguous() for part in self.cut(t, dim, what))
 
     def gather(self, t: Tensor) -> list[Tensor]:

@@ -121,8 +121,7 @@ class Facts:
 
 def read_model(file: GGUFFile, dtype: torch.dtype,
                apart: Container[str] = ()) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """Return the shape and the weights of the model in a file; those in the formats of `apart` are
-    not joined."""
+    """Return shape and weights of the model in a file; formats of `apart` are not joined."""
     facts = Facts(file)
     config = read_config(facts)
     return config, WeightReader(facts, config, dtype, apart).read()

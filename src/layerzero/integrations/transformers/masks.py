@@ -51,8 +51,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
-    """Returns the pattern of a mask for so many queries and keys, if it has one and was not
-    overwritten since."""
+    """Returns the pattern of a mask for these lengths, if it has one and was not overwritten."""
     noted = getattr(mask, _ATTRIBUTE, None)
     if noted is None or noted[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
@@ -60,8 +59,7 @@ def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
 
 
 def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
-    """Returns the pattern that the values of an additive mask follow, if any; looked up once for
-    all layers."""
+    """Returns the pattern that an additive mask follows, if any; looked up once per model."""
     if not mask.is_floating_point() or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return None
     if (masking_utils.is_tracing(mask)

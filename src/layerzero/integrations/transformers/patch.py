@@ -82,8 +82,7 @@ class Changes:
         module.__class__ = patched_class(stock_of(module), recipe)
 
     def own_config(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Gives a module its own copy of its configuration; `memo` has one for all that share it.
-        """
+        """Gives a module its own copy of its configuration; `memo` has one for all sharers."""
         stock: Any = module.config
         ours = copy.deepcopy(stock, memo)
         vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
@@ -226,8 +225,7 @@ def _patch_modules(
 
 
 def _rope_obstacle(module: nn.Module) -> str:
-    """Models compute rope by a few torch operations; a kernel made of torch operations gains
-    nothing over that."""
+    """Models compute rope by a few torch operations; a kernel made of torch's gains nothing."""
     own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
                NOWHERE)
     if own.device.type == "meta":
@@ -293,8 +291,7 @@ def _serves(module: nn.Module) -> bool:
 
 
 def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Changes) -> None:
-    """Names lz in every configuration that says sdpa, if all the attention that may see its masks
-    is known."""
+    """Names lz in every configuration that says sdpa, if all attention that sees it is known."""
     holders: dict[int, list[nn.Module]] = {}
     for whole in _transformers_models(model):
         if whole._can_set_attn_implementation():

@@ -67,8 +67,7 @@ def codes_of(module: Any) -> WeightCodes | None:
 
 
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
-    """Returns the codes of layers whose rows follow one another, as one weight; None where they do
-    not."""
+    """Returns the codes of layers whose rows follow one another, as one weight, or None."""
     held = [vars(module).get(CODES) for module in modules]
     if any(h is None or h.joined is not held[0].joined for h in held):
         return None

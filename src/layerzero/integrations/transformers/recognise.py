@@ -243,8 +243,7 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """Returns the functions among the forward's globals that rotate queries and keys by cos and
-    sin."""
+    """Returns the functions among a forward's globals that rotate by cos and sin."""
     names = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -293,8 +292,7 @@ def _code(module: nn.Module) -> CodeType:
 
 
 def _writes(module: nn.Module) -> str:
-    """Returns the attribute or global that its forward stores to: something a replacement would not
-    do."""
+    """Returns the attribute or global that a forward stores to, as no replacement would."""
     stores = (i.argval for i in dis.get_instructions(_code(module))
               if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"))
     return str(next(stores, ""))
@@ -310,16 +308,14 @@ def _may_drop(module: nn.Module) -> bool:
 # Trying it out.
 
 def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """Returns the same numbers each time, wherever `like` is, and torch's own generators stay as
-    they are."""
+    """Returns the same numbers each time, on any device, and leaves torch's generators alone."""
     generator = torch.Generator("cpu").manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=like.device, dtype=like.dtype)
 
 
 class ModuleTrial:
-    """A module on random inputs, and recipes beside it; on the module's device, as exactly as
-    memory allows."""
+    """A module on random inputs, and recipes beside it, as exactly as memory allows."""
 
     def __init__(self, module: nn.Module, widest: torch.dtype) -> None:
         own = next(module.parameters(), NOWHERE)
@@ -351,8 +347,7 @@ class ModuleTrial:
             return None
 
     def spread(self, weight: str, width: int, transposed: bool) -> Tensor:
-        """Returns an input whose product with this weight is spread wide enough to tell
-        activations."""
+        """Returns an input whose product with this weight is wide enough to tell activations."""
         matrix = self.weights[f"module.{weight}"].detach()
         matrix = matrix[0] if matrix.dim() == 3 else matrix
         x = random(self.like, 2, 3, width)
@@ -362,8 +357,7 @@ class ModuleTrial:
 
 @contextmanager
 def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[ModuleTrial]:
-    """Runs the block in eval mode, without autocast, with gradients; everything is as it was
-    afterwards."""
+    """Runs the block in eval mode, without autocast, with gradients; then restores all."""
     modes = [(m, m.training) for m in module.modules()]
     device = next(module.parameters(), NOWHERE).device
     try:
@@ -421,8 +415,7 @@ def rotates(function: Callable[..., Any], form: str) -> bool:
 
 
 def same(stock: Any, ours: Any, close: float) -> bool:
-    """Tensors, or tuples of them, that are equal up to rounding, both with a gradient or neither.
-    """
+    """Tensors, or tuples of them, equal up to rounding, both with a gradient or neither."""
     if isinstance(stock, (tuple, list)) or isinstance(ours, (tuple, list)):
         return type(stock) is type(ours) and len(stock) == len(ours) and all(
             same(a, b, close) for a, b in zip(stock, ours))

@@ -56,8 +56,7 @@ class Recipe:
 
     @property
     def only_eager(self) -> bool:
-        """Nothing but the eager attention is replaced: the module may follow another recipe as
-        well."""
+        """Only the eager attention is replaced: the module may follow another recipe as well."""
         return self.kind == "attention" and bool(self.eager)
 
 
@@ -69,8 +68,7 @@ def patched_class(stock: type, recipe: Recipe) -> type:
         return known
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Let copy and pickle, which find a class by its name, make this one again from its
-        recipe."""
+        """Let copy and pickle, which find a class by name, make this one from its recipe."""
         reduced = super(ours, self).__reduce_ex__(protocol)
         if type(self) is not ours or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced                        # there is another way already
@@ -203,8 +201,7 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def is_bare(layer: Any, kind: Any) -> bool:
-    """Nothing happens when this layer is called but its own forward, and that of the class we know.
-    """
+    """Calling this layer does nothing but its own forward, that of the class we know."""
     if type(layer) is not kind or "forward" in vars(layer):
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
@@ -261,8 +258,7 @@ def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
-    """Returns a forward that calls torch's attention by itself, or the eager function of its
-    model."""
+    """Returns a forward that calls torch's attention itself, or its model's eager function."""
     assert isinstance(stock, FunctionType)
     if recipe.eager:
         ours = rewired(stock, _eager(stock, recipe))
@@ -278,8 +274,7 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
-    """The eager attention among the globals of the forward, as lz computes it; nothing where it
-    stays."""
+    """The eager attention among the forward's globals, as lz computes it; nothing if it stays."""
     if not recipe.eager:
         return {}
     from .attention import matches_eager  # imports transformers, which is there by now

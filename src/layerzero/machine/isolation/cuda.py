@@ -127,8 +127,7 @@ def _stage_for(worker: Worker, device: int, nbytes: int) -> Stage:
 
 
 def place(specs: Sequence[Spec], stage: Stage) -> tuple[list[Tensor], int]:
-    """Returns the tensors of a call in the stage, and where they end: the same in both
-    processes."""
+    """Returns the tensors of a call in the stage, and their end: equal in both processes."""
     views, end = [], 0
     for spec in specs:
         views.append(spec.view(stage.memory, end))

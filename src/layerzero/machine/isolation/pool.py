@@ -153,8 +153,7 @@ class Pool:
         self._put_back(self._take(start=True))
 
     def _start(self) -> Worker:
-        """Starts a worker, and has it load what the others have. The caller is among the starters.
-        """
+        """Starts a worker and has it load what the others have; the caller is a starter."""
         worker = None
         try:
             worker = Worker(self.name, self.python, self.limits())

@@ -300,8 +300,7 @@ class Worker:
         return form.pack(*where, positions), room, copies
 
     def _place(self, t: Tensor, spec: Spec, written: Sequence[Tensor]) -> int | None:
-        """Returns the position of a tensor that lies in shared memory already; None if it must be
-        copied."""
+        """Returns the position of a tensor in shared memory; None if it must be copied."""
         if (t.stride() != spec.strides or t.is_conj() or t.is_neg()
             or any(t is other for other in written)):
             return None
@@ -442,8 +441,7 @@ class Worker:
 
 
 def environment(python: str) -> dict[str, str]:
-    """Returns the variables of a worker: another interpreter has its own path, and no worker has
-    workers."""
+    """Returns a worker's variables: another interpreter has its own path, none has workers."""
     environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}
     if python:
         return {k: v for k, v in environ.items()

@@ -88,8 +88,7 @@ def empty_result(query: Tensor, head_dim_v: int, return_lse: bool) -> Any:
 
 
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over the last dimension with at least float32 accumulation; the result has x's
-    dtype."""
+    """RMS norm over the last dimension, accumulated in float32 or wider, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
@@ -97,8 +96,7 @@ def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,
                 dtype: torch.dtype, device: str, magnitude: int = 1) -> Tensor:
-    """Returns test inputs (*rows, hidden), stored "padded", "sparse", "transposed" or
-    contiguous."""
+    """Returns inputs (*rows, hidden), stored "padded", "sparse", "transposed" or contiguous."""
     def rand(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=gen).to(dtype) * magnitude).to(device)
 

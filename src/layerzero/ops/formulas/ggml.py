@@ -43,8 +43,7 @@ from .ggml_search import (
 
 @dataclass(frozen=True)
 class GgmlFormat:
-    """A block format; `activations` is the one that ggml rounds the other operand of a product to.
-    """
+    """A block format; ggml rounds the other operand of a product to `activations`."""
 
     name: str
     block: int                                 # values

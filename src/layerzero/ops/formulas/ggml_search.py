@@ -29,8 +29,7 @@ def quotient(numerator: float, d: Tensor) -> Tensor:
 
 
 def inverse(d: Tensor, numerator: float = 1.0) -> Tensor:
-    """Returns numerator / d, and 0 where that is not finite; ggml has 0 for 0, and no other limit.
-    """
+    """Returns numerator / d, and 0 where that is not finite, as ggml does for 0."""
     ratio = quotient(numerator, d)
     return torch.where(ratio.isfinite(), ratio, 0.0)
 

@@ -31,8 +31,7 @@ def row_losses(logits: Tensor, targets: Tensor, ignore_index: int,
 
 
 def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduces row losses; the mean is over the rows that are not ignored, NaN if all are, as in
-    torch."""
+    """Reduces row losses; the mean is over rows not ignored, NaN if all are, as in torch."""
     if reduction == "none":
         return losses
     total = losses.sum()

@@ -99,8 +99,7 @@ def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any])
 
 
 def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, second: str) -> None:
-    """Raises InvalidCall with KV cache codes, not just WRONG_NDIM, for malformed caches and page
-    tables."""
+    """Raises InvalidCall with KV cache codes for malformed caches and page tables."""
     for name in (first, second):
         if values[name].dim() != layout.count(",") + 1:
             raise InvalidCall.of(op, Reason(
@@ -160,8 +159,7 @@ METADATA_RULES: tuple[Condition, ...] = (
 
 
 def gather_pages(cache: Tensor, row: Tensor, length: int) -> Tensor:
-    """Returns the first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length,
-    ...)."""
+    """Returns the first `length` tokens on the pages of `row`, as (length, ...)."""
     pages = -(-length // cache.shape[1])
     return cache.index_select(0, row[:pages]).flatten(0, 1)[:length]
 

@@ -70,8 +70,7 @@ def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int,
 def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_fast: float,
                      beta_slow: float,
                      truncate: bool) -> Tensor:
-    """Returns YaRN frequencies: high ones are kept, low ones are interpolated, with a ramp
-    between."""
+    """Returns YaRN frequencies: high ones kept, low ones interpolated, a ramp between."""
     def pair_with_rotations(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
@@ -122,8 +121,7 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 
 def proportional_frequencies(head_dim: int, base: float, factor: float,
                              proportion: float) -> Tensor:
-    """Returns frequencies for the first `proportion` of the pairs of a head, zeros for the
-    others."""
+    """Returns frequencies for the first `proportion` of a head's pairs, zeros for the rest."""
     rotated_pairs = int(proportion * head_dim // 2)
     rotating = 1.0 / (base ** (torch.arange(0, 2 * rotated_pairs, 2,
                                             dtype=torch.int64).to(torch.float32) / head_dim))

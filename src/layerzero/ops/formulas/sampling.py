@@ -42,24 +42,21 @@ def mix_int(word: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 tensors, whose products wrap; masks make the right shifts
-    logical."""
+    """SplitMix64's finalizer on int64 tensors, whose products wrap; shifts are masked."""
     for shift, factor in _MIX:
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * as_int64(factor)
     return words ^ (words >> 31 & (1 << 33) - 1)
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Returns float64, in which sums and comparisons are done, or float32 if the device has no
-    float64."""
+    """Returns float64, for sums and comparisons, or float32 if the device has none."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tensor | None,
                    seed: int | None, seed_rows: Tensor | None, offset: int,
                    generator: torch.Generator | None) -> Tensor:
-    """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from the seeds, or from torch's
-    generator."""
+    """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from seeds, or torch's."""
     wide = accumulator_dtype(device)
     if uniforms is not None:
         return uniforms.to(wide).reshape(batch, draws).clamp(0.0, 1.0)
@@ -90,8 +87,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def first_beyond(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """Returns the first column of positive weight whose cumulative weight exceeds `target`, or the
-    last."""
+    """Returns the first column of positive weight whose sum exceeds `target`, or the last."""
     # x * below is the next number below x
     below = 1.0 - torch.finfo(cumulative.dtype).eps / 2
     target = torch.minimum(target, cumulative[:, -1:] * below)
@@ -194,8 +190,7 @@ def apply_penalties(logits: Tensor, history: Tensor | None, token_counts: Tensor
 
 
 def penalize(x: Tensor, seen: Tensor, counts: Tensor, penalties: Penalties) -> Tensor:
-    """Applies penalties elementwise. Repetition divides positive logits and multiplies negative
-    ones."""
+    """Applies penalties elementwise; repetition divides positive logits, multiplies others."""
     repetition, presence, frequency = (p.to(x.dtype) if isinstance(p, Tensor) else p
                                        for p in penalties)
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -233,8 +228,7 @@ def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
 
 
 def filter_weights(scores: Tensor, filters: Filters, from_probs: bool) -> Tensor:
-    """Returns weights by token id, zero where a filter removed the token. Equal scores rank by
-    token id."""
+    """Returns weights by token id, zero where filtered out. Equal scores rank by token id."""
     weights = token_weights(scores, from_probs)
     if filters.max_top_k == 1:
         return one_hot(scores.argmax(-1, keepdim=True), weights) * (weights > 0)

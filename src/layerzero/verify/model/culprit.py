@@ -157,8 +157,7 @@ def _swaps(route: Route, kernels: Sequence[str], named: str) -> Iterator[Swap]:
 
 
 def _runs(route: Route, caller: LzCaller) -> list[Trace]:
-    """Runs the route plainly and over poisoned memory: unwritten elements may be right by
-    chance."""
+    """Runs the route plainly and over poisoned memory: unwritten may be right by chance."""
     plain = route.run(caller)
     with warnings.catch_warnings(), poisoned_memory():
         warnings.filterwarnings("ignore",
@@ -232,8 +231,7 @@ def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: T
 
 
 def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, str] | None:
-    """Calls the kernel again, over poisoned memory and twice plainly. The expected result has no
-    NaN."""
+    """Calls the kernel again, over poisoned memory and twice plainly; nothing may be NaN."""
     with poisoned_memory():
         poisoned = results_of(call(kernel, values))[result]
     first, second = (results_of(call(kernel, values))[result] for _ in range(2))
@@ -250,8 +248,7 @@ def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, s
 
 def _precision(op: Op, values: Arguments, stage_value: StageValue,
                want: Tensor) -> tuple[str, str] | None:
-    """Is the error that of the formula at a narrower dtype, or a number of roundings at this
-    one?"""
+    """Is the error that of the formula at a narrower dtype, or roundings at this one?"""
     error, size = difference(stage_value.value, want), max(max_abs(want), 1e-30)
     eps = torch.finfo(stage_value.value.dtype).eps
     for narrow in NARROW_DTYPES:

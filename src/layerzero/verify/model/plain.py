@@ -20,8 +20,7 @@ from ...models.decoder_config import DecoderConfig, activate
 
 def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
                                                                                Tensor] | None:
-    """Returns cosine and sine of every position, (positions, head_dim / 2), in float32 as in
-    training."""
+    """Returns cosine and sine of every position, (positions, head_dim / 2), in float32."""
     if c.positions != "rope":
         return None
     frequencies = c.rope_base ** -(torch.arange(0, c.head_dim, 2).float() / c.head_dim)

@@ -113,8 +113,7 @@ class Route:
     jumps: Callable[[str], bool] = lambda stage: False
 
     def measure(self, stage: str) -> Callable[[Tensor, Tensor], float]:
-        """Returns the measure of a stage. In float32 too few elements change sides to need the
-        rms."""
+        """Returns the measure of a stage; float32 has too few flips to need the rms."""
         return rms_difference if self.jumps(stage) and self.dtype != torch.float32 else difference
 
     def allowed(self, stage: str) -> float:

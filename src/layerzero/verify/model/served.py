@@ -31,8 +31,7 @@ DECODER_OPS = ("embedding", "rms_norm", "layer_norm", "add_rms_norm", "linear", 
 
 
 class LzCaller:
-    """An OpCaller through lz. `named`: a kernel's id, a library, or a pattern of ids; "" leaves it
-    to lz."""
+    """An OpCaller through lz. `named`: a kernel's id, library or pattern; "" leaves it to lz."""
 
     def __init__(self, named: str = "") -> None:
         self.named = named

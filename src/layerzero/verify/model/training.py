@@ -1,6 +1,4 @@
-"""Level 5 of the ladder: the same weights, N steps of SGD and AdamW, loss and every parameter
-against plain torch.
-"""
+"""Level 5 of the ladder: N steps of SGD and AdamW, every parameter against plain torch."""
 
 from __future__ import annotations
 
@@ -109,8 +107,7 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
 
 
 def _curves(want: Tensor, eager: Tensor | None) -> Callable[[Trace], list[LadderRow]]:
-    """Returns rows for runs longer than DRIFT: the loss curves stay close and have the same
-    trend."""
+    """Returns rows for runs longer than DRIFT: loss curves stay close, with one trend."""
     limit = CURVE if eager is None else max(CURVE, TIMES_EAGER * difference(eager, want))
 
     def rows(trace: Trace) -> list[LadderRow]:

@@ -116,8 +116,7 @@ def solved(constraints: Iterable[str], free: Iterable[str],
 
 
 def total_axis(constraints: Iterable[str], tensor: str) -> str:
-    """The axis that a constraint says is the last entry of `tensor`, as in `total_q ==
-    qo_indptr[-1].item()`."""
+    """The axis a constraint makes the last entry of `tensor`: `total_q == qo_indptr[-1].item()`."""
     for text in constraints:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):

@@ -39,8 +39,7 @@ NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _is_file_name(text: str) -> bool:
-    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is
-    refused."""
+    """Datasets have a file per name: one that leads elsewhere or is hidden is refused."""
     return (0 < len(text) <= 200 and text not in (".", "..") and text.isprintable()
             and not {"/", "\\"} & {*text})
 
@@ -210,8 +209,7 @@ def unusable_names(definition: Definition) -> Iterator[tuple[str, str]]:
 
 
 def check_names(definition: Definition) -> None:
-    """Raises DataError for names that would not be names in the code that is written for the
-    definition."""
+    """Raises DataError for names that are no names in the code written for the definition."""
     for group, name in unusable_names(definition):
         raise DataError(
             f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; "

@@ -340,8 +340,7 @@ class _Maker:
         return drawn.to(getattr(torch, dtype))
 
     def _magnitudes(self, rows: int) -> Tensor:
-        """Draw the magnitude of each row of a norm; in some the mean square is as small as its
-        epsilon."""
+        """Draw the magnitude of each row of a norm; some have a mean square near epsilon."""
         small = math.sqrt(next(iter(small_numbers(self.d)), 1e-6))
         return self._rows((rows,), (1.0, small, 8.0, 4 * small, 0.25))
 
@@ -444,8 +443,7 @@ class _Maker:
         return table
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Different experts for each token; their weights are in the low half where no other input
-        has them."""
+        """Different experts for each token, weighted in the low half if only there."""
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
         rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
                 for _ in range(math.prod(shape[:-1]))]

@@ -165,8 +165,7 @@ def chunk_size(definition: Definition) -> int:
 
 
 def constant(definition: Definition, pattern: str) -> int | None:
-    """The whole number that the reference gives a name such as TOP_K, or a const axis of that name.
-    """
+    """The whole number that the reference, or a const axis, gives a name such as TOP_K."""
     for axis, value in definition.const_axes.items():
         if re.fullmatch(pattern, axis.lower()):
             return value

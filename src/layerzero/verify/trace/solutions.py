@@ -39,8 +39,7 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 def register(solution: Solution, definition: Definition, trusted: Sequence[str | Path] = (), *,
              run_on: str = "cpu") -> Kernel:
-    """Check the solution against its definition at a small size on `run_on`, and add it as a
-    kernel."""
+    """Check the solution against its definition at a small size and add it as a kernel."""
     kernel = kernel_of(solution, definition, trusted)
     answer = _direct(solution, definition)
     inputs = generate(definition, device=run_on)
@@ -129,8 +128,7 @@ def _rules(op: Op, definition: Definition, answer: Answer) -> list[Condition]:
 def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
            params: Sequence[Param]
            ) -> Callable[..., Any]:
-    """What the dispatcher calls: the operation's parameters by name, handed to the solution in its
-    own order."""
+    """The dispatcher's call: the op's parameters by name, handed on in the solution's order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
     taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],

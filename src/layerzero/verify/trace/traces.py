@@ -61,8 +61,7 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
 
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
-    """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller
-    one."""
+    """None for what says nothing of the definition: unmapped, unproven, or run smaller."""
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
         return None
     machine = hardware.probe(torch.device(device).type)
@@ -88,8 +87,7 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:
-    """The first comparison of lz that failed, else its first, which is the one with the reference
-    where that ran."""
+    """The first comparison of lz that failed, else its first, with the reference if it ran."""
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
 

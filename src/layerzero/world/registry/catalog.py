@@ -135,8 +135,7 @@ def discover(again: bool = False) -> tuple[Catalog, list[Event]]:
 
 
 def plugin_policy(catalog: Catalog, again: bool = False) -> tuple[Layer | None, list[Event]]:
-    """Returns the policies of plugins as the lowest layer, and an event for each that was
-    refused."""
+    """Returns plugins' policies as the lowest layer, and an event for each one refused."""
     settings: dict[str, Any] = {}
     rules: list[PolicyRule] = []
     problems: list[Event] = []
@@ -213,8 +212,7 @@ def _policy_layer(plugin: object, origin: str) -> Layer:
 
 
 def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:
-    """Returns what a plugin offers: it is an Op, a Kernel, a list of those, or a module with OP or
-    KERNELS."""
+    """Returns what a plugin offers: an Op, a Kernel, a list, or a module's OP or KERNELS."""
     if isinstance(plugin, (Op, Kernel)):
         return (plugin,)
     items = plugin if isinstance(plugin, (tuple, list)) else (

@@ -28,8 +28,7 @@ class Config(NamedTuple):
 
 
 def shared_bytes(rows: int, dim: int, warps: int, stages: int) -> int:
-    """Returns the bytes of shared memory: keys and values of each warp, queries in tiles of 8, and
-    the inbox."""
+    """Returns the bytes of shared memory: keys and values of each warp, tiles of queries, inbox."""
     # an upper bound: columns are distributed in fours
     inbox = rows * (dim * 4 + SPLITS[0] * 24) + 16
     return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 8) * 8 * dim * 2 + inbox
@@ -141,8 +140,7 @@ def dense(
     window_left: int = -1, return_lse: bool = False, layout: str = "bhsd",
     chosen: Config | None = None,
 ) -> Any:
-    """The last query is aligned with the last key. `chosen` overrides the configuration, for
-    benchmarks."""
+    """The last query is aligned with the last key. `chosen` is a configuration, for benchmarks."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]

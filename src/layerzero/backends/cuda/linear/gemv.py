@@ -1,5 +1,4 @@
-"""Launches gemv.cu, or planes.cu where that is faster: quantized linear layers for one to sixteen
-rows of x."""
+"""Launches gemv.cu, or planes.cu where that is faster: quantized linear layers for 1 to 16 rows."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Shape(NamedTuple):
         return -(-self.blocks // split) * (self.rows * self.block * 2 + self.columns * 32) + 64
 
     def pieces(self, cfg: Config, size: int) -> int:
-        """Returns the 16-byte pieces of a row of scales or zeros, of `size` bytes each, that a part
-        needs at most."""
+        """Returns the most 16-byte pieces of a row of scales or zeros that a part needs."""
         group = self.group or self.k
         along, most = -(-self.k // group), 0
         for rank in range(cfg.split):

@@ -109,8 +109,7 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
 def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
            bias: Tensor | None,
            group: int, chosen: Config | None = None) -> None:
-    """Writes to `out`. `x`: a row, aligned to 16 bytes. `group`: as in Shape. `chosen` is for
-    benchmarks."""
+    """Writes to `out`. `x`: a row, aligned to 16 bytes. `chosen` is for benchmarks."""
     n, k = weight.shape[0], x.shape[-1]
     prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype,
                         compiler.machine_of(x.device),

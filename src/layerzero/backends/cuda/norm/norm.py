@@ -30,8 +30,7 @@ def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torc
 
 def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
            threads: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns (normalised, sum); the sum is x itself without a residual. `threads` is for
-    benchmarks."""
+    """Returns (normalised, sum); without a residual the sum is x. `threads` is for benchmarks."""
     hidden = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)

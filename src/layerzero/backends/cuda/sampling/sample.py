@@ -86,8 +86,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
            from_probs: bool, rows: Rows = NO_ROWS, weights: bool = True, logprobs: bool = False,
            chosen: Config | None = None, ) -> tuple[Tensor, Tensor | None, Tensor | None,
                                                     Tensor | None]:
-    """Returns (token, its weight, the total weight of the kept tokens, log-probability) of each
-    row."""
+    """Returns (token, its weight, total weight of kept tokens, log-probability) of each row."""
     batch, vocab = logits.shape
     device = logits.device
     token = torch.empty(batch, dtype=torch.int64, device=device)

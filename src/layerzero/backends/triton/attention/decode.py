@@ -35,8 +35,7 @@ class Config(NamedTuple):
 
 
 def stage_bytes(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
-    """Returns the bytes of 64 keys and values in shared memory: Triton's tiles are powers of
-    two."""
+    """Returns the bytes of 64 keys and values in shared memory; Triton's tiles are powers of 2."""
     return 64 * (_tile(dim) * key_bytes + _tile(dim_v) * value_bytes)
 
 
@@ -206,8 +205,7 @@ def dense(
         return t.stride(0), t.stride(head), t.stride(seq)
 
     def growing(low: int, high: int) -> tuple[Varying, ...]:
-        """Returns what varies as keys are appended: their number, and the strides of dense
-        tensors."""
+        """Returns what varies as keys are appended: their number, strides of dense tensors."""
         return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
                 Varying(whole[1], "size", seq, -1, low, high),
                 *(Varying(t, "stride", axis, FIELDS[f"{name}_{axis_name}"], 1)

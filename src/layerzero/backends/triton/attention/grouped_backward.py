@@ -25,8 +25,7 @@ from .grouped_forward import (
 def delta_kernel(out_ptr, grad_ptr, lse_grad_ptr, delta_ptr, rows, heads, grad_token, grad_head,
                  BLOCK: tl.constexpr, DIM_V: tl.constexpr, DIM_V_POW: tl.constexpr,
                  LSE_GRAD: tl.constexpr):
-    """delta = sum(out * grad) - the gradient of lse: what the softmax subtracts from each row of
-    dP."""
+    """delta = sum(out * grad) - grad of lse: what the softmax subtracts from each row of dP."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dim, inside = tl.arange(0, DIM_V_POW), row < rows
     mask = inside[:, None] & (dim < DIM_V)[None, :]

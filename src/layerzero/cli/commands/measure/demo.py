@@ -36,8 +36,7 @@ MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one m
 
 @dataclass(frozen=True)
 class ServedOp:
-    """One operation of one step: its plan, its timings, and the kernels that the call counters
-    say have run."""
+    """One operation of one step: its plan, its timings, and the kernels that were counted."""
 
     plan: Plan
     kernels: tuple[str, ...]

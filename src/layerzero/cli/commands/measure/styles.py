@@ -1,6 +1,4 @@
-"""One decoder layer of `lz demo` in three styles: through lz, in torch, and as model libraries
-write it.
-"""
+"""One decoder layer of `lz demo` in three styles: through lz, in torch, as libraries write it."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 
 @dataclass
 class Style:
-    """The `do` of a Decoder: runs its own version of three operations, and plain torch for the
-    others."""
+    """The `do` of a Decoder: its own version of three operations, plain torch for the others."""
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""

@@ -1,6 +1,4 @@
-"""`lz soak`: hours of mixed calls under faults; fails on wrong answers, growing memory or growing
-latency.
-"""
+"""`lz soak`: hours of mixed calls under faults; fails on wrong answers or growth."""
 
 from __future__ import annotations
 

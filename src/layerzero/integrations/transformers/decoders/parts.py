@@ -1,5 +1,4 @@
-"""The parts of a decoder that has a decode step, as data: what each layer is made of, and with
-which numbers."""
+"""The parts of a decoder that has a decode step, as data: each layer's parts and numbers."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up
-    alone."""
+    """`into`: layers whose weights, joined, are one product: gate and up, or up alone."""
 
     into: tuple[Linear, ...]
     down: Linear

@@ -173,8 +173,7 @@ class Reader:
         return Norm("layer_norm", (), float(eps), 0.0, tuple(Linear(m, False) for m in each))
 
     def feed_forward(self, module: Any, first: bool = False) -> FeedForward | Experts | OwnPart:
-        """Read a module that is called with the tokens alone; one that lz cannot compute stays as
-        its own code."""
+        """Read a module called with the tokens alone; its own code stays if lz cannot."""
         adds = code_of(module).text.startswith("['hidden_states', 'residual']")
         if adds and is_known(module, "feed-forward that adds"):
             return self.adding(module)
@@ -275,8 +274,7 @@ class Reader:
         return experts
 
     def recipe(self, module: Any, *kinds: str) -> Recipe:
-        """Returns what a module computes: the recipe it was patched by, or the one that a trial
-        proves."""
+        """Returns what a module computes: its patched recipe, or one that a trial proves."""
         patched = recipe_of(module) if isinstance(module, nn.Module) else None
         verdict = patched or (self.tried(module) if isinstance(module, nn.Module) else None)
         if not isinstance(verdict, Recipe) or verdict.kind not in kinds:

@@ -333,8 +333,7 @@ class Accelerated:
         return embeds
 
     def _position(self, position_ids: Any) -> Tensor | None:
-        """Returns the position of the new token, (batch, 1), or (axes, batch, 1) for rope over
-        axes."""
+        """Returns the position of the new token, (batch, 1); (axes, batch, 1) for axial rope."""
         if position_ids is None:
             return None
         if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):
@@ -346,8 +345,7 @@ class Accelerated:
         return position_ids  # type: ignore[no-any-return]
 
     def _masks(self, mask: Any, batch: int, length: int) -> list[Tensor | None]:
-        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every
-        one."""
+        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees all."""
         if isinstance(mask, Mapping):          # made outside, for each kind of layer
             kinds = getattr(self.parts.base.config, "layer_types", None) or ()
             if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
@@ -387,8 +385,7 @@ def detach(step: Accelerated) -> None:
 
 
 def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
-    """Returns a mask as transformers makes it for one token, of the keys that a layer with this
-    window sees."""
+    """Returns a mask as transformers makes it for one token, for a layer with this window."""
     if mask is None:
         return None
     seen = total if window is None else min(total, window)

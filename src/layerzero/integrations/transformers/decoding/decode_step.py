@@ -75,8 +75,7 @@ def _gains(parts: LayerParts) -> list[tuple[Linear, ...]]:
 
 
 def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
-    """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the
-    way."""
+    """Joins the weights of all layers, or changes nothing: NotRecognised says why."""
     plain = [plain_part(layer.mlp) for layer in parts.layers]
     check_movable(model, [*(layer.qkv for layer in parts.layers),
                           *(p.into for p in plain if p is not None),
@@ -313,8 +312,7 @@ class DecodeStep(ChosenKernels):
             shape=(self.batch, 1, c.heads, c.head_dim))
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
-        """Bind the norms of queries and keys, in (batch, 1, heads + 2 * kv_heads, dim) with the
-        values."""
+        """Bind the norms of queries and keys in (batch, 1, heads + 2 * kv_heads, dim)."""
         p = layer.parts
         if p.q_norm is None or p.k_norm is None:
             return None
@@ -381,8 +379,7 @@ class DecodeStep(ChosenKernels):
         return normed if self._head is None else self._logits(normed)
 
     def _last_state(self, x: Tensor, angles: Angles | None, kv: StepKV) -> Tensor:
-        """Computes all layers and the last norm for any number of tokens: (batch, tokens,
-        hidden)."""
+        """Computes all layers and the last norm for any tokens: (batch, tokens, hidden)."""
         normed, attend = x if self._first_norm is None else self._first_norm(x), kv.attend
         lead = x.shape[:2]
         rotations = [_Rotation(*pair, lead, self.half) for pair in angles or ()]

@@ -69,8 +69,7 @@ class Joined:
         return whole
 
     def undo(self) -> None:
-        """Gives every parameter memory of its own again; one that got other memory since keeps
-        that."""
+        """Gives every parameter its own memory again; one that was replaced keeps that."""
         # weights like any other, whoever undoes it where
         with torch.inference_mode(False), torch.no_grad():
             for parameter, address in self._placed:

@@ -31,8 +31,7 @@ LARGE, SMALL_CALLS = 1 << 20, 16
 
 
 class Binder:
-    """Calls lz.tables.bind once for each kind of call, and keeps the names of the kernels for the
-    report."""
+    """Calls lz.tables.bind once for each kind of call; keeps the kernels' names for the report."""
 
     def __init__(self, captured: bool) -> None:
         self._bound: dict[Any, Run] = {}

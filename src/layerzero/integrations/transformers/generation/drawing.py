@@ -251,7 +251,6 @@ def _sampler(bind: Binder, logits: Tensor, rows: dict[str, Tensor]) -> Callable[
 
 
 def seen_tokens(input_ids: Tensor, vocab: int) -> Tensor:
-    """Returns which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the
-    last."""
+    """Returns which tokens a prompt has, (batch, vocab + 1): ids beyond the logits share one."""
     seen = torch.zeros((len(input_ids), vocab + 1), dtype=torch.bool, device=input_ids.device)
     return seen.scatter_(1, input_ids.clamp(max=vocab), True)

@@ -438,8 +438,7 @@ _kernels: dict[str, Any] = {}                  # "here": those of triton_draw.py
 
 
 def device_kernels() -> Any:
-    """Returns the kernels of triton_draw.py; None where Triton is not installed or does not compile
-    them."""
+    """Returns the kernels of triton_draw.py; None where Triton cannot compile them."""
     if not _kernels:
         try:
             from . import triton_draw

@@ -310,8 +310,7 @@ class Speculation:
 
     def _round(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
                processors: Any) -> Tensor:
-        """Returns the tokens that follow: one, and those of the draft that the model chose as
-        well."""
+        """Returns the tokens that follow: one, and those of the draft that the model chose too."""
         tokens = torch.cat((ids[0, -1:], drafted))
         tree = None if parents is None else torch.cat((torch.tensor([-1]), parents + 1))
         if len(tokens) == 1:

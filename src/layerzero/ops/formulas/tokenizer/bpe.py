@@ -30,8 +30,7 @@ WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000
 
 
 def _make_byte_characters() -> tuple[str, ...]:
-    """Returns the character for each byte: itself if it is printable, else the next one from
-    U+0100."""
+    """Returns the character of each byte: itself if printable, else the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
     return tuple(chr(b) if b in printable else chr(next(substitutes)) for b in range(256))
@@ -67,8 +66,7 @@ def split_pieces(text: str) -> Iterator[Span]:
 
 
 def is_byte_level_bpe(data: Mapping[str, Any]) -> bool:
-    """Returns whether this formula implements everything in a tokenizer.json that the rules do not
-    check."""
+    """Returns whether this formula has all of a tokenizer.json that rules do not check."""
     model, pre = data["model"], data.get("pre_tokenizer") or {}
     vocab = model.get("vocab")
     if (pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping)
@@ -165,8 +163,7 @@ class ByteLevelBPE:
         return raw.decode("utf-8", "replace")
 
     def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:
-        """Splits the text at added tokens: first those matched in the raw text, then the normalized
-        ones."""
+        """Splits the text at added tokens: those of the raw text first, then normalized ones."""
         segments: list[tuple[int, int, Any]] = [(0, len(text), None)]
         for matcher in self.passes:
             if matcher is not None:
@@ -201,8 +198,7 @@ class ByteLevelBPE:
                 at += len(token)
 
     def _merge(self, word: str) -> list[str]:
-        """Merges the best-ranked adjacent pair, the leftmost of equals, until no pair can be
-        merged."""
+        """Merges the best-ranked adjacent pair, leftmost of equals, until none is left."""
         if self.whole_words and word in self.vocab:
             return [word]
         parts = list(word)
@@ -245,8 +241,7 @@ _MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l"
 
 def tiny_tokenizer(template: bool = False, pad: bool = False,
                    merges: Sequence[str] = _MERGES) -> dict[str, Any]:
-    """Returns a small tokenizer.json: the 256 bytes, a few merges, two special tokens and an added
-    one."""
+    """Returns a small tokenizer.json: 256 bytes, some merges, special tokens, an added one."""
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}

@@ -162,8 +162,7 @@ Offsets = Callable[[], Sequence[Span]]
 
 @dataclass(frozen=True)
 class _TokenSpans:
-    """Where the ids of a text start and end, and which of them are added tokens to split in front
-    of."""
+    """Where the ids of a text start and end, and which are added tokens to split at."""
 
     starts: array[int]
     ends: array[int]
@@ -346,8 +345,7 @@ _storing = threading.Lock()
 
 def prefix_memory(identity: str, split_points: Callable[[], SplitPoints],
                   eager: bool) -> PrefixMemory:
-    """Returns the memory of the tokenizer with this identity; equal identities encode texts
-    equally."""
+    """Returns the memory of the tokenizer with this identity, which decides the encoding."""
     memory = _memories.get(identity)
     if memory is None:
         for oldest in list(_memories)[:max(len(_memories) - MAX_TOKENIZERS + 1, 0)]:

@@ -53,8 +53,7 @@ class Tokens:
     tokenizer_id: str = ""
 
     def to_tensor(self, device: torch.device | str | None = None, of: str = "ids") -> Tensor:
-        """Returns `ids` or `attention_mask` as an int64 tensor; several texts must be padded to one
-        length."""
+        """Returns `ids` or `attention_mask` as int64; several texts must be padded."""
         rows = {"ids": self.ids, "attention_mask": self.attention_mask}.get(of)
         if rows is None:
             known = "'ids' or 'attention_mask', which needs return_attention_mask=True"

@@ -261,8 +261,7 @@ def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int
 
 
 def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Stored numbers times their scales, each of which is for an equal part of the rows and
-    columns."""
+    """Stored numbers times their scales, each for an equal part of rows and columns."""
     values = stored.float()
     if scales is None or not scales.dim():
         return values if scales is None else values * scales

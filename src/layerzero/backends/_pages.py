@@ -62,8 +62,7 @@ def cpu_flash() -> Callable[..., Any]:
 def empty_result(query: Tensor, dim: int) -> Part:
     """Returns the result for rows that see no key."""
     lse = torch.full(query.shape[:2], -math.inf,
-                     dtype=torch.promote_types(query.dtype, torch.float32),
-                     device=query.device)
+                     dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     return query.new_zeros((*query.shape[:2], dim)), lse
 
 
@@ -176,8 +175,7 @@ def _contiguous_runs(cache: PagedCache, pages: Tensor) -> list[int]:
 
 
 def _attend(flash: Callable[..., Any], cache: Cache, q: Tensor, row: Tensor, length: int,
-            is_causal: bool,
-            window_left: int, scale: float | None) -> Part:
+            is_causal: bool, window_left: int, scale: float | None) -> Part:
     """Attends to one sequence; q is (tokens, heads, dim), and every row sees a key.
 
     Keys that need no mask come first, with the query group packed into rows so that each KV head is
@@ -243,8 +241,7 @@ def attend_by_pieces(op: str, cache: Cache, query: Tensor, block_table: Tensor,
         for a in range(first, s.last, step):
             b = min(a + step, s.last)
             out[a:b], lse[a:b] = _attend(flash, cache, query[a:b], block_table[i],
-                                         s.length - (s.last - b), is_causal,
-                                         window_left, scale)
+                                         s.length - (s.last - b), is_causal, window_left, scale)
     return out, lse
 
 

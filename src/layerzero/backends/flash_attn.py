@@ -200,8 +200,7 @@ def _v2_paged() -> Callable[..., Any]:
         result = flash_attn_with_kvcache(
             query[:, None], key_cache, value_cache, cache_seqlens=context_lens,
             block_table=block_table, softmax_scale=scale, causal=is_causal,
-            window_size=(window_left, -1), softcap=softcap,
-            return_softmax_lse=return_lse)
+            window_size=(window_left, -1), softcap=softcap, return_softmax_lse=return_lse)
         return (result[0][:, 0], _fix_empty_lse(result[1][..., 0])) if return_lse else result[:, 0]
 
     return run

@@ -157,8 +157,7 @@ def _cross_entropy() -> Callable[..., Any]:
     import liger_kernel.ops.cross_entropy  # noqa: F401
 
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         needs_grad = torch.is_grad_enabled() and logits.requires_grad
         loss = _RowLosses.apply(  # type: ignore[no-untyped-call]
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index,
@@ -173,8 +172,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
-                ignore_index: int,
-                smoothing: float) -> Tensor:
+                ignore_index: int, smoothing: float) -> Tensor:
         from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
         loss, _, _, _, *gradients = fused_linear_cross_entropy_forward(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index,

@@ -60,15 +60,13 @@ def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smooth
                 reduction: str) -> Tensor:
     out = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).to(_wide_dtype(logits)), targets.reshape(-1).long(),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing, reduction=reduction)
+        ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
     return out.view(targets.shape) if reduction == "none" else out
 
 
 def _cross_entropy() -> Callable[..., Any]:
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         return _torch_loss(logits, targets, ignore_index, label_smoothing, reduction)
 
     return run
@@ -111,8 +109,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 def _cross_entropy_chunked() -> Callable[..., Any]:
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         rows, flat = _Rows(targets, ignore_index), logits.reshape(-1, logits.shape[-1])
         losses = (_ChunkedLosses.apply if torch.is_grad_enabled() and logits.requires_grad
                   else _row_losses)

@@ -153,8 +153,7 @@ def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
 # Experts.
 
 def _routing(topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None,
-             top_k: int, scoring: str,
-             normalize: bool) -> tuple[Tensor, Tensor]:
+             top_k: int, scoring: str, normalize: bool) -> tuple[Tensor, Tensor]:
     if logits is not None:
         return route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     assert topk_ids is not None and topk_weights is not None   # checked by the contract
@@ -205,8 +204,7 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
 
 
 def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: Expert,
-               experts: int, weight_on: str,
-               wide: torch.dtype) -> Tensor:
+               experts: int, weight_on: str, wide: torch.dtype) -> Tensor:
     out = torch.zeros(flat.shape, dtype=wide, device=flat.device)
     for slot, e in enumerate(local):
         if e == experts:

@@ -58,8 +58,7 @@ def gather_attention(
 ) -> Any:
     out, lse = empty_result(query, value_cache.shape[3])
     for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
-                                     cu_seqlens_q,
-                                     key_cache.shape[1], max_seqlen_q)):
+                                     cu_seqlens_q, key_cache.shape[1], max_seqlen_q)):
         if s.first == s.last or s.length == 0:
             continue
         rows, count = slice(s.first, s.last), s.last - s.first
@@ -89,8 +88,7 @@ def gather_attention(
 
 
 def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None,
-                      scale: float | None,
-                      softcap: float) -> Part:
+                      scale: float | None, softcap: float) -> Part:
     """Computes softmax step by step, with the query heads of one KV head as rows of one matmul."""
     q = group_heads(query, key.shape[1])
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -102,8 +102,7 @@ def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int,
-                      block_size: int,
-                      block_rows: int, dtype: torch.dtype) -> Tensor:
+                      block_size: int, block_rows: int, dtype: torch.dtype) -> Tensor:
     values = _decode(q, fmt, dtype)[..., :size]           # a new tensor, so it can be overwritten
     if zeros is not None:
         shift = zeros.to(dtype) if fmt.name == "int8" else zeros.to(dtype) - 8.0
@@ -200,10 +199,9 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
 
 def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
-            zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
-            group_size: int = 0, activations: str = "none",
-            global_scale: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
+            bias: Tensor | None = None, *, format: str, group_size: int = 0,
+            activations: str = "none", global_scale: Tensor | None = None) -> Tensor:
         if scales is None:
             return _ggml_linear(x, weight_q, bias, format, activations)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
@@ -282,8 +280,7 @@ def _int4_linear() -> Callable[..., Any]:
         return convert(torch.stack((weight_q & 15, weight_q >> 4), -1).flatten(1).int(), 1)
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-            bias: Tensor | None = None, *,
-            format: str, group_size: int = 0) -> Tensor:
+            bias: Tensor | None = None, *, format: str, group_size: int = 0) -> Tensor:
         def pack_scales(scales: Tensor, *zeros: Tensor) -> Tensor:
             wide = scales.float()
             shift = (8.0 - zeros[0].float()) * wide if zeros else torch.zeros_like(wide)

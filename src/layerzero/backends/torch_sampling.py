@@ -79,8 +79,7 @@ def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],
                 scalar_or_column(presence_penalty, presence_penalty_rows),
                 scalar_or_column(frequency_penalty, frequency_penalty_rows)))
         filters = make_filters(vocab, temperature, top_k, top_p, min_p, temperature_rows,
-                               top_k_rows, top_p_rows, min_p_rows,
-                               uniform.dtype)
+                               top_k_rows, top_p_rows, min_p_rows, uniform.dtype)
         scores = prepare(logits, temperature, temperature_rows, from_probs)
         token, chosen, total = choose(scores, filters, uniform, from_probs)
         is_possible = total > 0

@@ -88,8 +88,7 @@ def _sdpa_bias() -> Callable[..., Any]:
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
-                             window_right, alibi_slopes,
-                             query.dtype)
+                             window_right, alibi_slopes, query.dtype)
         return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
 
     return run
@@ -240,8 +239,7 @@ def _efficient_bias() -> Callable[..., Any]:
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
-                             window_right, alibi_slopes,
-                             query.dtype)
+                             window_right, alibi_slopes, query.dtype)
         # Its loads are 16 elements wide: every row of the mask must be aligned to that.
         seq_k = key.shape[2]
         mask = mask.expand(*mask.shape[:-1], seq_k)

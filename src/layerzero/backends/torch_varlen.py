@@ -60,8 +60,7 @@ def _varlen() -> Callable[..., Any]:
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
-            scale: float | None = None, *, window_left: int = -1,
-            window_right: int = -1) -> Tensor:
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
         return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                            max_seqlen_k,  # type: ignore[return-value]
@@ -123,8 +122,7 @@ def per_sequence(
             if bias is not None:
                 mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype) + mask
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None,
-                                           scale=scale,
-                                           enable_gqa=True)
+                                           scale=scale, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
 

@@ -43,8 +43,7 @@ class _Console(Console):
 def console(stream: TextIO | None = None) -> Console:
     """Return a console for `stream`, by default the current sys.stdout (tests replace it)."""
     return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False,
-                    soft_wrap=True,
-                    markup=False, emoji=False)
+                    soft_wrap=True, markup=False, emoji=False)
 
 
 def as_json(data: Mapping[str, Any]) -> None:
@@ -88,8 +87,7 @@ def spinner(description: str) -> Iterator[Callable[[str], None]]:
         yield lambda line: print(line, flush=True)
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False),
-                  TimeElapsedColumn(), console=out,
-                  transient=True) as bar:
+                  TimeElapsedColumn(), console=out, transient=True) as bar:
         bar.add_task(printable(description), total=None)
         yield lambda line: bar.console.print(Text(printable(line)))
 

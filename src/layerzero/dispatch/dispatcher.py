@@ -357,8 +357,7 @@ class Dispatcher:
                 and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms))
 
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                       fault: BaseException,
-                       changed: int) -> Any:
+                       fault: BaseException, changed: int) -> Any:
         """Does as `recover`; `changed` has a bit per parameter whose tensor was written into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],

@@ -54,8 +54,7 @@ def attention_dispatch() -> Any:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False, return_lse: bool = False,
-    _parallel_config: Any = None,
+    enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
 ) -> Any:
     """Serve the backend: (batch, seq, heads, dim); a (batch, keys) mask marks padding."""
     if _parallel_config is not None:

@@ -62,8 +62,7 @@ class _Collector:
             ("op", "kernel", "served_by", "code"), registry=None)
         self.transforms = client.Counter(
             "layerzero_selected_transform_microseconds",
-            "Expected cost of the transforms of the choices made",
-            ("op", "kernel"), registry=None)
+            "Expected cost of the transforms of the choices made", ("op", "kernel"), registry=None)
         self.seconds = client.Histogram(
             "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",),
             buckets=SECONDS, registry=None)

@@ -76,8 +76,7 @@ def run_isolated(function: str, *args: Any, timeout: float = TIMEOUT_S, path: Se
     process = subprocess.Popen(
         [sys.executable, "-c", "from layerzero.machine.watchdog import main; main()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
+        start_new_session=True, env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
     try:
         stdout, stderr = process.communicate(job, timeout=timeout)
     except subprocess.TimeoutExpired:

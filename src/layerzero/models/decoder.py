@@ -86,8 +86,7 @@ class CachedKV:
                 "paged": {"pages": batch * -(-capacity // page_size), "page_size": page_size}}[kind]
         self.config, self.kind, self.length, self.batch = config, kind, 0, batch
         self.caches = [kv_cache(kind, **size, kv_heads=config.kv_heads, head_dim=config.head_dim,
-                                dtype=dtype,
-                                device=device) for _ in range(config.layers)]
+                                dtype=dtype, device=device) for _ in range(config.layers)]
         for cache in self.caches:
             for _ in range(batch):
                 cache.add()

@@ -427,8 +427,7 @@ class ContiguousCache(KVCache):
                       for t in (self.key, self.value))
         key, value = (t[first:first + len(states), :states[0].length] for t in (key, value))
         result = _call("attention")(query.unflatten(0, (len(states), counts[0])), key, value,
-                                    causal_align="bottom_right",
-                                    layout="bshd", **options)
+                                    causal_align="bottom_right", layout="bshd", **options)
         if not options["return_lse"]:
             return result.flatten(0, 1)
         return result[0].flatten(0, 1), result[1].transpose(1, 2).flatten(0, 1)

@@ -58,8 +58,7 @@ def generated_code(op: str | Callable[..., Any], /) -> str:
 
 
 def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
-            policy: Any = None,
-            on: Device | None = None, **kwargs: Any) -> Plan:
+            policy: Any = None, on: Device | None = None, **kwargs: Any) -> Plan:
     """Return the whole decision for this call: every kernel, accepted or rejected, every reason.
     Runs nothing.
 
@@ -139,8 +138,7 @@ def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not plan.steps:
         override = context.override_for_call(kwargs.get("backend"), kwargs.get("policy"))
         raise no_kernel_error(_with_device(worlds.current(), kwargs.get("on")),
-                              worlds.current().catalog.ops[plan.op],
-                              plan.facts, override)
+                              worlds.current().catalog.ops[plan.op], plan.facts, override)
     return plan
 
 
@@ -325,8 +323,7 @@ def doctor(deep: bool = False) -> DoctorReport:
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
         checks.append(DoctorCheck(f"refused by {name}", True,
-                                  f"{len(kinds)} kinds of calls; last: {kind}",
-                                  reason.message))
+                                  f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
     compiles = compiling.status()
     if compiles.compiling:
         checks.append(DoctorCheck("compiling in the background", True, str(compiles),

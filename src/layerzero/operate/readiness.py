@@ -333,8 +333,7 @@ def check_health(world: World) -> ReadinessCheck:
     if path.hint and not path.ok:
         findings.append(ReadinessFinding(WARNING, f"native call path: {path.text}", path.hint))
     return ReadinessCheck.of("health", "no kernel out of service, the native call path loaded",
-                             findings,
-                    f"no breaker is open; native call path: {path.text}")
+                             findings, f"no breaker is open; native call path: {path.text}")
 
 
 # ranks

@@ -172,5 +172,4 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid,
 
 def _emit_compiled(compiled: LoadedSpecialization) -> None:
     events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache,
-                               seconds=compiled.seconds,
-                               shared=compiled.shared))
+                               seconds=compiled.seconds, shared=compiled.shared))

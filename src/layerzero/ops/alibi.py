@@ -83,8 +83,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("alignment", "the diagonal at the other corner", flip_alignment),
-    replace_argument("mask", "causality ignored",
-    "is_causal", False),
+    replace_argument("mask", "causality ignored", "is_causal", False),
     replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
 STRESS: tuple[dict[str, Any], ...] = ({"heads": 1, "sq": 3, "sk": 66_013},)

@@ -59,8 +59,7 @@ def reference(
 
 
 def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int,
-               block_rows: int,
-               global_scale: Tensor | None, size: int | None) -> int:
+               block_rows: int, global_scale: Tensor | None, size: int | None) -> int:
     """Returns the length of a row of values; raises InvalidCall for scales of another layout."""
     width = q.shape[-1] * (8 // FORMATS[format].bits)
     if size is None:

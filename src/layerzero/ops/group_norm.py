@@ -42,9 +42,8 @@ def meta(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | No
 
 def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int = 3,
            affine: bool = True, bias_only: bool = False, eps: float = 1e-5, memory: str = "",
-           weight_dtype: str = "", extreme: bool = False,
-           dtype: torch.dtype = torch.float32, device: str = "cpu",
-           seed: int = 0) -> dict[str, Any]:
+           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn((b, c, *size), generator=gen)
     if extreme:                                # a mean far from zero: E[x^2] - E[x]^2 would cancel

@@ -68,9 +68,8 @@ def reference(
 def meta(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
     topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
-    scoring: str = "softmax", normalize: bool = True,
-    activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
-    weight_on: str = "output",
+    scoring: str = "softmax", normalize: bool = True, activation: str = "swiglu",
+    gate_first: bool = True, expert_offset: int = 0, capacity: int = 0, weight_on: str = "output",
 ) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -69,8 +69,7 @@ def reference(
     lses = [query.new_empty((0, query.shape[1]),
                             dtype=torch.promote_types(query.dtype, torch.float32))]
     for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
-                                     cu_seqlens_q,
-                                     key_cache.shape[1], max_seqlen_q)):
+                                     cu_seqlens_q, key_cache.shape[1], max_seqlen_q)):
         key = dequantize_cache(gather_pages(key_cache, block_table[i], s.length), key_scale,
                                query.dtype)
         value = dequantize_cache(gather_pages(value_cache, block_table[i], s.length), value_scale,
@@ -92,8 +91,7 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
 
 
 def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
-         return_lse: bool = False,
-         **kwargs: Any) -> Any:
+         return_lse: bool = False, **kwargs: Any) -> Any:
     return empty_result(query, value_cache.shape[3], return_lse)
 
 
@@ -101,10 +99,9 @@ def inputs(
     context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4,
     hkv: int = 2, d: int = 32, dv: int = 0, page_size: int = 16, causal: bool = True,
     window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
-    scales: str = "", lse: bool = False, layout: str = "NHD",
-    table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
-    large_pool: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    seed: int = 0,
+    scales: str = "", lse: bool = False, layout: str = "NHD", table: str = "int32",
+    order: str = "shuffled", stride: str = "", extreme: bool = False, large_pool: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.

@@ -69,8 +69,7 @@ def clone_optional(t: Tensor | None) -> Tensor | None:
 
 
 def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows: int,
-                       scales: Tensor, zeros: Tensor | None,
-                       global_scale: Tensor | None) -> None:
+                       scales: Tensor, zeros: Tensor | None, global_scale: Tensor | None) -> None:
     """Raises InvalidCall unless given scales have the layout that would be returned."""
     want = scale_shape(x.shape, granularity, block_size, block_rows)
     for name, tensor in (("scales", scales), ("zeros", zeros)):

@@ -61,8 +61,7 @@ FormatName = Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", GgmlNa
 def reference(
     x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, format: FormatName, group_size: int = 0,
-    activations: Literal["none", "int8", "q8", "fp8"] = "none",
-    global_scale: Tensor | None = None,
+    activations: Literal["none", "int8", "q8", "fp8"] = "none", global_scale: Tensor | None = None,
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias."""
     if scales is None:

@@ -107,8 +107,7 @@ TREES: dict[str, tuple[int, ...]] = {
 def inputs(
     batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7,
     certain: bool = False, without_replacement: bool = False, random: str = "uniforms",
-    special: str = "", dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    special: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     parents = TREES[tree]

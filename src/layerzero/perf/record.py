@@ -258,8 +258,7 @@ class PerfView:
     __slots__ = ("_extra", "_index", "_rows", "_source", "rates")
 
     def __init__(self, measurements: Iterable[Measurement] = (),
-                 rates: Mapping[str, Rates] | None = None,
-                 source: Source | None = None) -> None:
+                 rates: Mapping[str, Rates] | None = None, source: Source | None = None) -> None:
         self._source = source
         # of kernels that were read, or differ from the source
         self._rows: dict[str, Rows] = {}

@@ -324,8 +324,7 @@ class Baked:
 
 
 def compile_model(model: Callable[..., Any], *example: Any, fullgraph: bool = False,
-                  dynamic: bool | None = None,
-                  **named: Any) -> Baked:
+                  dynamic: bool | None = None, **named: Any) -> Baked:
     """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a
     lookup.
 

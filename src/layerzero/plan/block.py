@@ -244,8 +244,7 @@ class _Search:
                 yield from self.kernels(part, op, arguments, layout, dtype, path)
 
     def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str,
-                dtype: torch.dtype,
-                path: _Path) -> Iterator[_Path]:
+                dtype: torch.dtype, path: _Path) -> Iterator[_Path]:
         dispatch.public_function(op)
         owner, moved = dispatch.dispatchers[op.name], _Conversion(op, arguments, layout, dtype)
         values = moved.inputs(arguments)

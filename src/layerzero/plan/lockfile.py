@@ -53,8 +53,7 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
     def of(cls, kernel: Kernel, device: Device) -> Pin:
         distribution = distribution_of(kernel)
         return cls(kernel.id, distribution, installed_version(distribution) or "unknown",
-                   build_of(kernel),
-                   certificate_of(kernel, device))
+                   build_of(kernel), certificate_of(kernel, device))
 
 
 def certificate_of(kernel: Kernel, device: Device) -> str:

@@ -264,8 +264,7 @@ def _database() -> Checked:
         except LayerZeroError:
             pass
     return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1,
-                   tuple(findings),
-                   seconds=time.perf_counter() - started)
+                   tuple(findings), seconds=time.perf_counter() - started)
 
 
 def _recorded(record: Path | None) -> Mapping[str, Any] | None:

@@ -45,8 +45,7 @@ class Disturbances:
     """
 
     def __init__(self, cases: Sequence[Case], tally: Tally, device: str, rate: float = 0.02,
-                 forks: bool = True,
-                 seed: int = 0) -> None:
+                 forks: bool = True, seed: int = 0) -> None:
         self.tally, self.device, self.rate, self.seed = tally, device, rate, seed
         self.cases = cases
         self._policy = worlds.current().policy

@@ -144,8 +144,7 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
                 break
     note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
     return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings),
-                   note,
-                   time.perf_counter() - started)
+                   note, time.perf_counter() - started)
 
 
 # The others.
@@ -206,9 +205,8 @@ def readiness_checked(device: str) -> Checked:
                        (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
     findings = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
     warned = ", ".join(check.name for check in report.warnings)
-    return Checked("ready", says, len(report.checks), findings, f"warnings: {warned}" if warned
-                   else "",
-                   time.perf_counter() - started)
+    return Checked("ready", says, len(report.checks), findings,
+                   f"warnings: {warned}" if warned else "", time.perf_counter() - started)
 
 
 STAGES: Mapping[str, GateStage] = {

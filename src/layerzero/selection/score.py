@@ -64,8 +64,7 @@ def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
 
 
 def score(guess: float, timing: Timing | None, transforms: tuple[Transform, ...], boost: float,
-          rates: Rates,
-          mixed: bool = True) -> Score:
+          rates: Rates, mixed: bool = True) -> Score:
     """Expected microseconds from a measurement, or from a guess if there is none.
 
     With `mixed` an uncertain timing is mixed with the guess. It is off where the kernel competes

@@ -62,9 +62,8 @@ class Record:
                           names: Mapping[str, str] | None = None, header: Mapping[str, Any]
                           | None = None, whole: bool = False, lenient: bool = False) -> None:
         if json or omit or names or header or whole or lenient:
-            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {}, header
-                                     or {}, whole,
-                                     lenient)
+            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {},
+                                     header or {}, whole, lenient)
 
     def to_json(self) -> dict[str, Any]:
         return encode_fields(self)

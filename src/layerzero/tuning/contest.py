@@ -288,8 +288,7 @@ class Contest:
         return tuple(Measurement(
             name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family,
             kind.sizes_text, flops, nbytes, s.p95, s.p99, self.compile_us[name],
-            builds.build_of(self.world.catalog.by_id[name]), time.time(),
-            mode=self.mode)
+            builds.build_of(self.world.catalog.by_id[name]), time.time(), mode=self.mode)
             for name, s in summaries)
 
     def _level_ties(self, rows: tuple[Measurement, ...], tied: list[str],

@@ -365,8 +365,7 @@ class Fleet:
                     with measurements.open_store(read_only=True) as store:
                         rows, rates = list(store.rows(place=model.place)), store.rates()
                     rates = {place: r for place, r in rates.items() if place == model.place}
-                    self._ask(worker, "survey", worker.actor.survey.remote(
-                        self.calls, rows, rates))
+                    self._ask(worker, "survey", worker.actor.survey.remote(self.calls, rows, rates))
             elif model.queue:
                 task = model.queue.popleft()
                 seconds = (None if self.deadline is None

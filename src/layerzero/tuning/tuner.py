@@ -55,9 +55,8 @@ Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None,
          seconds: float | None = None, rounds: int = ROUNDS, again: bool = False,
-         mode: str | Sequence[str] | None = None, cold: bool = False,
-         compile: bool = True, progress: Progress | None = None,
-         save: Save | None = None) -> TuneReport:
+         mode: str | Sequence[str] | None = None, cold: bool = False, compile: bool = True,
+         progress: Progress | None = None, save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and select by the measurements from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
@@ -258,8 +257,7 @@ class Tuner:
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, first_line(e))
             contest = Contest(job.call, dispatcher, values, facts,
-                              self._watch(job.device, job.mode), self.compile,
-                              self.deadline)
+                              self._watch(job.device, job.mode), self.compile, self.deadline)
             contest.enter()
             contest.run(self.rounds)
         if not contest.race.timings.rounds:

@@ -44,8 +44,7 @@ def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
         return standard()
     if text in MODELS:
         return merge(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype,
-                              decode=decode,
-                              prefill=prefill, scale=scale))
+                              decode=decode, prefill=prefill, scale=scale))
     if Path(source).is_file():
         return merge(read_calls(Path(source)))
     known = ("standard", *MODELS, *ops)

@@ -100,8 +100,7 @@ def _level(event: Event) -> int:
     return logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
 
 
-def _route(event: Event, key: tuple[str, str, str], level: int,
-           callers: tuple[Sink, ...]) -> None:
+def _route(event: Event, key: tuple[str, str, str], level: int, callers: tuple[Sink, ...]) -> None:
     _call_safely(_write_log, event, key, level)
     sinks = tuple(sink for sink in list(_sinks) if sink not in callers)
     if not sinks:

@@ -202,8 +202,7 @@ def _classify(fault: BaseException) -> tuple[str, Reason]:
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure],
-          op: str,
-          facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
+          op: str, facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
     """Appends the fault to `failures`; raises where no other kernel could serve. No count yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))

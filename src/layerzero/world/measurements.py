@@ -168,9 +168,8 @@ def _complete_row(m: Measurement, world: World, now: float,
             env = environment(kind)
             env_id = environment_id(env)
             environments[env_id] = env
-    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""), at=m.at
-                      or now,
-                      environment=env_id)
+    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""),
+                      at=m.at or now, environment=env_id)
 
 
 def _device_type_of(place: str) -> str:

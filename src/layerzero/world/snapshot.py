@@ -169,8 +169,7 @@ class World:
         return roster  # type: ignore[no-any-return]
 
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None,
-             thorough: bool = False,
-             compiled: bool = False) -> Plan:
+             thorough: bool = False, compiled: bool = False) -> Plan:
         """Returns the plan of a call. `compiled`: as if every JIT kernel were compiled already."""
         context = self.selection_context(facts["device"], override)
         if compiled:

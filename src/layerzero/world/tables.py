@@ -113,8 +113,7 @@ class ActiveTable:
             refused = [s.workspace for s in steps or () if s not in usable
                        and s.workspace > context.headroom()]
             return Plan(op.name, facts, usable, (), policy.hash, lock.origin if lock else "",
-                        table=self.table.id,
-                        refused_workspace=min(refused, default=0))
+                        table=self.table.id, refused_workspace=min(refused, default=0))
         full = select(op, roster, facts, context, True)
         scored = {s.kernel: s for s in full.steps}
         listed = {s.kernel for s in usable}
@@ -133,8 +132,7 @@ class ActiveTable:
         return None
 
     def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any],
-                      context: SelectionContext,
-                      named: bool) -> tuple[Step, ...]:
+                      context: SelectionContext, named: bool) -> tuple[Step, ...]:
         """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
         change without drift."""
         viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, context, named)

@@ -73,8 +73,7 @@ def _sample() -> Callable[..., Any]:
 
 
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float,
-            overhead_us: float,
-            *requires: r.Condition, **more: Any) -> Kernel:
+            overhead_us: float, *requires: r.Condition, **more: Any) -> Kernel:
     return Kernel(f"cuda.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
                   package="layerzero.backends.cuda", distribution="layerzero", built=compiler.ready,
                   prior=prior, overhead_us=overhead_us, differentiable=False, traceable=False,
@@ -180,8 +179,7 @@ KERNELS = (
             note="each KV head is a cluster of blocks that meet in shared memory; nothing goes "
                  "through global memory"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 10.0, 20.0,
-            *_decode_rules("max_seqlen_q"),
-            *BATCH, *PAGES, variants=("NHD", "HND"),
+            *_decode_rules("max_seqlen_q"), *BATCH, *PAGES, variants=("NHD", "HND"),
             shared_memory=_decode_shared("group * max(max_seqlen_q, 1)"),
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("paged_attention_shared", paged_attention, _paged_attention_shared, 5.0, 40.0,

@@ -62,8 +62,7 @@ def _decode() -> Callable[..., Any]:
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
             scale: float | None = None, *, layout: str = "bhsd", window_left: int = -1,
-            window_right: int = -1, softcap: float = 0.0,
-            return_lse: bool = False) -> Any:
+            window_right: int = -1, softcap: float = 0.0, return_lse: bool = False) -> Any:
         result = decode(query.flatten(0, 2), key[0], value[0], kv_layout="HND" if layout == "bhsd"
                         else "NHD", sm_scale=scale, window_left=window_left,
                         logits_soft_cap=softcap, return_lse=return_lse)

@@ -170,8 +170,7 @@ def _paged(library: str) -> Callable[..., Any]:
 
         def plan(wrapper: Any) -> Tensor | None:
             table = to_csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
-                           page_size, is_causal,
-                           max_seqlen_q)
+                           page_size, is_causal, max_seqlen_q)
             if library == "decode":
                 wrapper.plan(table.indptr, table.indices, table.last, heads, kv_heads, head_dim,
                              page_size, **config)
@@ -292,8 +291,7 @@ def _mla(library: str) -> Callable[..., Any]:
 
         def plan(wrapper: Any) -> Tensor | None:
             table = to_csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
-                           ckv_cache.shape[1],
-                           is_causal, max_seqlen_q)
+                           ckv_cache.shape[1], is_causal, max_seqlen_q)
             wrapper.plan(metadata=MLAPlanMetadata.csr(table.starts_q, table.indptr, table.indices,
                                                       table.lengths),
                          query_layout="split", kv_cache_layout="split", **config)
@@ -305,8 +303,7 @@ def _mla(library: str) -> Callable[..., Any]:
         with plans.lock:
             planned = plans.get((tokens, *config.values()), tensors, plan)
             result = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache),
-                                         return_lse=return_lse,
-                                         return_lse_base_on_e=return_lse)
+                                         return_lse=return_lse, return_lse_base_on_e=return_lse)
         return _finish(result, planned.dead, return_lse, 1.0)
 
     return run

@@ -183,8 +183,7 @@ def _quantized_linear_double() -> Callable[..., Any]:
 
 
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float,
-            overhead_us: float,
-            *requires: r.Condition, **more: Any) -> Kernel:
+            overhead_us: float, *requires: r.Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
                   package="triton", prior=prior, overhead_us=overhead_us, traceable=False, jit=True,
                   **{"replayable": True, "differentiable": False, **more})
@@ -362,8 +361,7 @@ DEFAULTS = (
             r.absent("temperature_rows.dtype"), r.absent("top_k_rows.dtype"),
             r.absent("top_p_rows.dtype"), r.absent("min_p_rows.dtype"),
             r.differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
-            shared_memory=SMALL_SHARED,
-            less_work="finds where top-k and top-p cut without a sort"),
+            shared_memory=SMALL_SHARED, less_work="finds where top-k and top-p cut without a sort"),
     _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, r.unit_stride("q"), r.unit_stride("k"),
             r.unit_stride("cos"), r.unit_stride("sin"), r.at_most("heads", MAX_GRID),
             r.at_most("half", 1024), variants=("bhsd", "bshd"),

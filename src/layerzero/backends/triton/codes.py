@@ -98,8 +98,7 @@ def _inverse(largest: float) -> float:
 
 
 def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *,
-             block_rows: int = 1,
-             scales: Tensor | None = None) -> Any:
+             block_rows: int = 1, scales: Tensor | None = None) -> Any:
     return encode(x, format, granularity, block_size, block_rows, scales)
 
 

@@ -46,12 +46,10 @@ def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
     if ASM:
         low = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x78000, $2, 0xEA;", "=r,r,r",
-            [word, tl.full(word.shape, 0x43800000, tl.int32)],
-            dtype=tl.int32, is_pure=True, pack=1)
+            [word, tl.full(word.shape, 0x43800000, tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
         high = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x780000, $2, 0xEA;", "=r,r,r",
-            [word, tl.full(word.shape, 0x41800000, tl.int32)],
-            dtype=tl.int32, is_pure=True, pack=1)
+            [word, tl.full(word.shape, 0x41800000, tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
     else:
         low, high = (word & 0x78000) | 0x43800000, (word & 0x780000) | 0x41800000
     # 256 + n, 16 + n
@@ -87,10 +85,9 @@ def _store_row(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: 
 
 @triton.jit(do_not_specialize=["n"])
 def one_row_kernel(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, w_row, scale_row,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, w_row, scale_row, K: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Multiply by weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for
     the whole row."""
@@ -208,8 +205,7 @@ def one_row_int4_kernel(
                 GROUP, ZEROS, QUADS)
             part = _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
             _store_row(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr,
-                       out_ptr, GROUP == 0,
-                       BIAS)
+                       out_ptr, GROUP == 0, BIAS)
             w, scale, zero = w_next, scale_next, zero_next
     else:
         for block in range(begin, blocks, step):
@@ -218,8 +214,7 @@ def one_row_int4_kernel(
             total = tl.zeros((BLOCK_N, QUADS), tl.float32)
             for first in range(0, words, 4 * QUADS):
                 w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
-                                            K, GROUP, ZEROS,
-                                            QUADS)
+                                            K, GROUP, ZEROS, QUADS)
                 x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, first + word, K, even)
                 total += _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP,
                                         ZEROS, ASM)

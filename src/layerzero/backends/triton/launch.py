@@ -131,8 +131,7 @@ class Launcher:
         size = len(grid)
         full = grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
         ready.run(*full, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed,
-                  None, None, None,
-                  *values, *ready.constants)
+                  None, None, None, *values, *ready.constants)
         if watcher is not None:
             hooks = hook_lists(self.fn)
             launch = (bare.launch(self.fn, ready.compiled, full, args, varying, hooks) if hooks
@@ -173,8 +172,7 @@ class Launcher:
         cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
         event = LoadedSpecialization(self.name, cache, time.perf_counter() - start,
-                                     compiled.metadata.shared,
-                         compiled.metadata.num_warps)
+                                     compiled.metadata.shared, compiled.metadata.num_warps)
         for listener in listeners:
             listener(event)
         constants = tuple(meta.get(p.name, p.default) for p in self.fn.params[self._runtime:])

@@ -309,8 +309,7 @@ def _last_kept_in_row(
         reached = target * 0.0
         for n in range(tiles):
             reached += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, middle - 1, target, COUNT,
-                                     False, PROBS,
-                                      SCALE, LIBDEVICE, TILE)
+                                     False, PROBS, SCALE, LIBDEVICE, TILE)
         if reached < target:
             lo = middle
         else:
@@ -333,16 +332,14 @@ def _cut_among_all(
         total = total * 0.0
         for n in range(tiles):
             total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False,
-                                   PROBS, SCALE,
-                                    LIBDEVICE, TILE)
+                                   PROBS, SCALE, LIBDEVICE, TILE)
     if TOP_P:
         cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1,
                                 top_p * total, False, PROBS, SCALE, LIBDEVICE, TILE)
     by_tile = (c * 0).to(tl.float64)
     for n in range(tiles):
         mass = _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, MIN_P, PROBS,
-                             SCALE, LIBDEVICE,
-                              TILE)
+                             SCALE, LIBDEVICE, TILE)
         by_tile = tl.where(c == n, mass, by_tile)
     return cut, by_tile
 

@@ -293,8 +293,7 @@ class Exploring:
     """
 
     def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan,
-                 run_plain: Callable[..., Any],
-                 base: Candidate) -> None:
+                 run_plain: Callable[..., Any], base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
         # serves the calls that are not timed, as without learning
         self.run_plain = run_plain
@@ -367,8 +366,7 @@ class Exploring:
             self.dispatcher.ledger.reassign(self.base, "" if candidate.named else kernel)
 
     def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...],
-                 fault: BaseException,
-                 ticket: Ticket | None) -> Any:
+                 fault: BaseException, ticket: Ticket | None) -> Any:
         """Drop the kernel for this kind; whose fault it was is decided as for any call."""
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))

@@ -68,8 +68,7 @@ def render(template: str, messages: Sequence[tuple[str, str]], owner: str,
             "messages": [{"role": role, "content": content} for role, content in messages]}
     try:
         done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task),
-                              capture_output=True, text=True,
-                              timeout=SECONDS, check=False)
+                              capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise DataError(
             f"{owner}: the chat template did not end within {SECONDS:g} seconds; give the text "

@@ -248,8 +248,7 @@ class Hub:
                  revision: str | None = None,
                  adapt: Callable[[ModuleType], Callable[..., Any] | Direct] | None = None,
                  requires: Iterable[Condition] = (), id: str = "", certify: bool = True,
-                 on: str | None = None,
-                 **fields: Any) -> Kernel:
+                 on: str | None = None, **fields: Any) -> Kernel:
         """Register a kernel for `op`: `function` of the module, or what `adapt(module)` returns.
 
         The module is imported on first use. With `certify` the kernel must first pass the contract

@@ -79,8 +79,7 @@ def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> 
     with _without_bytecode():
         return get_kernel_with_resolver(
             api=_get_hf_api(), backend=backend,
-            kernel=KernelDependency(str(build), KernelVersion.Version(0)),
-            resolver=Resolver(),
+            kernel=KernelDependency(str(build), KernelVersion.Version(0)), resolver=Resolver(),
             metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
 
 

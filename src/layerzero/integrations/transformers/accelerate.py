@@ -163,8 +163,7 @@ class Acceleration(
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
                measure: bool = True, seconds: float = 3.0, weights: WeightOnly | str | None = None,
-               text: Text | None = None,
-               assistant: nn.Module | str | None = None) -> Acceleration:
+               text: Text | None = None, assistant: nn.Module | str | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
 

@@ -85,8 +85,7 @@ def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Tensor, key: Tensor,
-                 value: Tensor,
-                 attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+                 value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Computes what an eager function with these parameters computes. The mask is the whole truth
     about who sees whom: without one every key is seen."""
     _refuse_unknown(kwargs)

@@ -68,8 +68,7 @@ def drawing(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the `_sample` of a model that draws by lz.sample."""
     @functools.wraps(stock)
     def _sample(self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
-                generation_config: Any,
-                *args: Any, **kwargs: Any) -> Any:
+                generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(self, input_ids, with_draw(logits_processor, generation_config),
                      stopping_criteria, generation_config, *args, **kwargs)
 

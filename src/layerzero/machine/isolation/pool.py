@@ -218,8 +218,7 @@ class Pool:
 _pools: dict[tuple[str, str], Pool] = {}
 
 
-def pool_of(name: str, python: str, limits: Callable[[], Limits],
-            size: Callable[[], int]) -> Pool:
+def pool_of(name: str, python: str, limits: Callable[[], Limits], size: Callable[[], int]) -> Pool:
     """Returns the pool of a library and an interpreter; there is one of each pair."""
     pool = _pools.get((name, python))
     if pool is None or pool.closed:

@@ -145,8 +145,7 @@ class Worker:
         try:
             self.process = subprocess.Popen(
                 [python or sys.executable, "-c", _BOOT, json.dumps(config)], pass_fds=fds,
-                stdin=subprocess.DEVNULL, stdout=2, env=environment(python),
-                start_new_session=True)
+                stdin=subprocess.DEVNULL, stdout=2, env=environment(python), start_new_session=True)
         except OSError as e:
             self.close()
             raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
@@ -250,8 +249,7 @@ class Worker:
             raise self._fault(answered, answer)
         return answer
 
-    def form(self, key: Any, kernel: str, values: Sequence[Any],
-             tensors: Sequence[Tensor]) -> Form:
+    def form(self, key: Any, kernel: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> Form:
         """Returns the form of a call; the worker is told of a new one."""
         known = self.forms.get(key)
         if known is not None:

@@ -54,8 +54,7 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
 
 
 def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str,
-                   dtype: str,
-                   device: str, ignore_index: int) -> Tensor:
+                   dtype: str, device: str, ignore_index: int) -> Tensor:
     """Returns test inputs: `ignored` is "", "some" or "all"."""
     targets = torch.randint(0, vocab, rows, generator=gen)
     if ignored:

@@ -125,8 +125,7 @@ WINDOW = (
       for name in ("window_left", "window_right")),
 )
 
-def lse_of(kind: str, words: str,
-           alter: Callable[[Any, Values], Values | None]) -> Alteration:
+def lse_of(kind: str, words: str, alter: Callable[[Any, Values], Values | None]) -> Alteration:
     """Returns the alteration of the log-sum-exp alone; the output is right."""
     def change(op: Any, v: Values) -> Results | None:
         altered = alter(op, v) if v.get("return_lse") else None

@@ -93,8 +93,7 @@ def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any])
         return
     table = values["block_table"]
     sequences = read_spans(op, facts["tokens"], table, values["context_lens"],
-                           values["cu_seqlens_q"], facts["page_size"],
-                           values["max_seqlen_q"])
+                           values["cu_seqlens_q"], facts["page_size"], values["max_seqlen_q"])
     check_pages(op, facts["pages"], table, sequences, facts["page_size"])
 
 

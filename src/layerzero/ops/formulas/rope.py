@@ -68,8 +68,7 @@ def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int,
 
 
 def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_fast: float,
-                     beta_slow: float,
-                     truncate: bool) -> Tensor:
+                     beta_slow: float, truncate: bool) -> Tensor:
     """Returns YaRN frequencies: high ones kept, low ones interpolated, a ramp between."""
     def pair_with_rotations(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))

@@ -239,8 +239,7 @@ def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 
 
 
 def _decoding(c: DecoderConfig, weights: Weights, x: Tensor, cache_kind: str, device: str,
-              truth: Mapping[str, Tensor],
-              eager: Mapping[str, Tensor]) -> Route:
+              truth: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> Route:
     """Returns a route of a prompt, some tokens, then single ones, against the full forward."""
     batch, seq = x.shape[:2]
     steps = _steps(seq, seq // 2)

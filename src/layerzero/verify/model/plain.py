@@ -93,8 +93,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
 
 
 def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str,
-         bias_in: Tensor | None = None,
-         bias_down: Tensor | None = None) -> Tensor:
+         bias_in: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
     shape = DecoderConfig(x.shape[-1], 1, activation=activation)
     return F.linear(activate(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
 

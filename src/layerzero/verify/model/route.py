@@ -80,8 +80,7 @@ def rms_difference(got: Tensor, want: Tensor) -> float:
 
 
 def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float,
-            scaled: bool = True,
-            jumps: bool = False) -> float:
+            scaled: bool = True, jumps: bool = False) -> float:
     if dtype == torch.float32 or eager is None:
         return limit * max(1.0, max_abs(want)) if scaled else limit
     if jumps:
@@ -118,8 +117,7 @@ class Route:
 
     def allowed(self, stage: str) -> float:
         return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage),
-                       self.scaled(stage),
-                       self.jumps(stage))
+                       self.scaled(stage), self.jumps(stage))
 
     def row(self, trace: Trace, stage: str) -> LadderRow:
         value = trace[stage].value

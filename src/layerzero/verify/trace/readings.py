@@ -137,8 +137,7 @@ def small_numbers(definition: Definition) -> tuple[float, ...]:
             targets = (node.target,)
         for target in targets:
             if (isinstance(target, ast.Name) and "eps" in target.id.lower()
-                and isinstance(node, (ast.Assign,
-                                                                                               ast.AnnAssign))):
+                and isinstance(node, (ast.Assign, ast.AnnAssign))):
                 named += _numbers(node.value)
         if isinstance(node, ast.FunctionDef):
             with_default = node.args.args[len(node.args.args) - len(node.args.defaults):]

@@ -151,8 +151,7 @@ def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
 
 
 def _call_traced(solution: Solution, definition: Definition, entry: Callable[..., Any],
-                 arguments: Sequence[Any],
-                 like: dict[str, torch.Tensor]) -> list[Any]:
+                 arguments: Sequence[Any], like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
     if solution.spec.destination_passing_style:
         outputs = [torch.empty_like(like[n]) for n in definition.outputs]

@@ -53,11 +53,9 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
                f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
                f"def run({names}):\n    made = ANSWER({{{arguments}}})\n    return {outputs}\n")
     spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run",
-                     ("layerzero", "torch"),
-                     destination_passing_style=False)
+                     ("layerzero", "torch"), destination_passing_style=False)
     return Solution(solution_name(definition), definition.name, "layerzero", spec,
-                    (SourceFile("main.py", content),),
-                    str(answers(definition)[reading]))
+                    (SourceFile("main.py", content),), str(answers(definition)[reading]))
 
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
@@ -82,8 +80,7 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
     return Trace(report.definition.name, report.workload, solution_name(report.definition),
                  Evaluation(
         status, Environment(machine.name or machine.type, libs),
-        datetime.now(timezone.utc).isoformat(), str(report),
-        correctness, performance))
+        datetime.now(timezone.utc).isoformat(), str(report), correctness, performance))
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:

@@ -102,12 +102,10 @@ def launch(
     cfg = (chosen or config(rows, batch * kv_heads, seen, dim, page > 0,
                             compiler.machine_of(query.device)))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page,
-                    starts is not None, causal,
-                    left >= 0, cfg)
+                    starts is not None, causal, left >= 0, cfg)
     run.launch((cfg.splits, kv_heads, batch), _PARAMS, query, key, value, *strides[3:7], keys,
-               max_queries, out, lse, table,
-               lengths, starts, *strides[:3], *strides[7:], left, scale * LOG2E,
-               1.0 / (scale * LOG2E), varying=varying)
+               max_queries, out, lse, table, lengths, starts, *strides[:3], *strides[7:], left,
+               scale * LOG2E, 1.0 / (scale * LOG2E), varying=varying)
 
 
 # Indices of fields in the struct: strides of batch and head; `keys`; `table_batch`.
@@ -176,9 +174,8 @@ def paged_attention_decode(
 def paged(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
     context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, window_left: int = -1,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
-    chosen: Config | None = None,
+    scale: float | None = None, window_left: int = -1, max_seqlen_q: int | None = None,
+    return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
 ) -> Any:
     tokens, heads, dim = query.shape
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)

@@ -184,8 +184,7 @@ def _pad_to_16_bytes(t: Tensor) -> Tensor:
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-           format: str,
-           group_size: int, chosen: Config | None = None) -> Tensor:
+           format: str, group_size: int, chosen: Config | None = None) -> Tensor:
     """`chosen` overrides the configuration of gemv.cu, for benchmarks."""
     k, n = x.shape[-1], weight.shape[0]
     flat = x.reshape(-1, k)
@@ -202,9 +201,8 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias
     prepared = _prepare(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _pad_to_16_bytes(scales), None if zeros is None else _pad_to_16_bytes(zeros)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, scales, zeros, bias, out,
-                        flat.stride(0), rows, n, k, groups,
-                        prepared.lines[0], prepared.lines[1], scales.nbytes // 16,
-                        0 if zeros is None else zeros.nbytes // 16,
+                        flat.stride(0), rows, n, k, groups, prepared.lines[0], prepared.lines[1],
+                        scales.nbytes // 16, 0 if zeros is None else zeros.nbytes // 16,
                         prepared.lines[2], *CODE_BITS[format, x.dtype])
     return out
 

@@ -107,12 +107,10 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
 
 
 def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
-           bias: Tensor | None,
-           group: int, chosen: Config | None = None) -> None:
+           bias: Tensor | None, group: int, chosen: Config | None = None) -> None:
     """Writes to `out`. `x`: a row, aligned to 16 bytes. `chosen` is for benchmarks."""
     n, k = weight.shape[0], x.shape[-1]
     prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype,
-                        compiler.machine_of(x.device),
-                        chosen)
+                        compiler.machine_of(x.device), chosen)
     prepared.run.launch(prepared.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k,
                         scales.shape[1])

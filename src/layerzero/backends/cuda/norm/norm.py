@@ -16,8 +16,7 @@ _PARAMS = struct.Struct("@5P2qi2f")
 
 @lru_cache(maxsize=4096)
 def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torch.dtype | None,
-             processors: int,
-             threads: int) -> tuple[Any, tuple[int, int, int]]:
+             processors: int, threads: int) -> tuple[Any, tuple[int, int, int]]:
     """Returns the kernel and the grid: a thread per 16 bytes, or per 32 with many rows."""
     units = -(-hidden // 8)
     threads = threads or min(1024, -(-units // (1 if rows <= 2 * processors else 2) // 32) * 32)
@@ -42,8 +41,7 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
                          None if weight is None else weight.dtype,
                          compiler.machine_of(x.device).processors, threads)
     run.launch(grid, _PARAMS, flat, other, weight, out, total, flat.stride(0), other.stride(0),
-               flat.shape[0], eps,
-               offset)
+               flat.shape[0], eps, offset)
     return out, total
 
 

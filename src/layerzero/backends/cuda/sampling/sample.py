@@ -138,9 +138,7 @@ def sample(
             scalar_or_column(presence_penalty, presence_penalty_rows),
             scalar_or_column(frequency_penalty, frequency_penalty_rows)))
     rows = Rows(uniforms, None if uniforms is not None else seed_rows, temperature_rows, top_k_rows,
-                top_p_rows,
-                min_p_rows)
+                top_p_rows, min_p_rows)
     token, _, _, logprob = choose(logits, temperature, top_k, top_p, min_p, word, from_probs, rows,
-                                  False,
-                                  return_logprobs)
+                                  False, return_logprobs)
     return token if logprob is None else (token, logprob)

@@ -178,8 +178,7 @@ def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
-    layout: str = "bhsd", chosen: Config | None = None,
-    programs: float = 1.0, fixed: bool = False,
+    layout: str = "bhsd", chosen: Config | None = None, programs: float = 1.0, fixed: bool = False,
 ) -> Any:
     """`chosen` overrides the configuration, for benchmarks; `fixed`: it depends neither on the
     batch nor on the number of heads."""
@@ -213,11 +212,10 @@ def dense(
                   for axis, axis_name in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
 
     launch(query, key, value, out, lse, (batch, heads, kv_heads, max_queries, keys, dim, dim_v),
-           strides(query), strides(key),
-           strides(value), strides(out), (heads * max_queries, max_queries,
-                                          1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs,
-           fixed=fixed, growing=growing)
+           strides(query), strides(key), strides(value), strides(out),
+           (heads * max_queries, max_queries, 1), dim ** -0.5 if scale is None else scale, softcap,
+           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs, fixed=fixed,
+           growing=growing)
     return out if lse is None else (out, lse)
 
 

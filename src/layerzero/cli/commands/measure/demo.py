@@ -151,8 +151,7 @@ class _OutOfTime(Exception):
 
 
 def _measure_row(block: DecodeLayer, exact: DecodeLayer, dtype: str, step: ModelStep,
-                 deadline: float,
-                 advance: Callable[[str], None]) -> DemoRow:
+                 deadline: float, advance: Callable[[str], None]) -> DemoRow:
     seconds = min(MAX_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
 
     def timed(functions: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:

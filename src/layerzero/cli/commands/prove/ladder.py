@@ -28,8 +28,7 @@ _MARKS = {"passed": "ok", "failed": "!!", "not served": "--"}
 def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "",
            configs: Sequence[str] = (), dtypes: Sequence[str] = (), device: str | None = "cpu",
            seed: int = 0, steps: int = 0, model: str = "", text: str = "", against: str = "plain",
-           verbose: bool = False,
-           as_json: bool = False) -> int:
+           verbose: bool = False, as_json: bool = False) -> int:
     """Climb one level and print it; returns 1 if something failed, or if the named kernel served
     nothing.
 

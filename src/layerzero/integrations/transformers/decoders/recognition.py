@@ -134,12 +134,11 @@ def recognise(model: nn.Module) -> DecoderParts:
         raise NotRecognised("its norms are of the sums, and there is one more at the end")
     return DecoderParts(
         base=base, embed=embed, positions=positions, first_position=first,
-        counted="cumsum" in inner.names,
-        layers=read_layers, norm=read.norm(named_by(base, inner, *norms)) if ends else None,
-        rotary=rotary, rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
+        counted="cumsum" in inner.names, layers=read_layers,
+        norm=read.norm(named_by(base, inner, *norms)) if ends else None, rotary=rotary,
+        rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
         kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"), head=head,
-        softcap=softcap,
-        logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
+        softcap=softcap, logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
         embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
         token_scale=of_token,
         embed_norm=read.norm(getattr(base, embed_norm), False) if embed_norm else None,

@@ -240,8 +240,7 @@ class Accelerated:
 
     def _prompt(self, input_ids: Tensor | None = None, attention_mask: Any = None,
                 position_ids: Any = None, past_key_values: Any = None,
-                inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
-                **others: Any) -> Any:
+                inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0, **others: Any) -> Any:
         """Many tokens into an empty cache, all of which are seen by those after them."""
         config, prompts = self.parts.base.config, self.prompts
         cache = DynamicCache(config=config) if past_key_values is None else past_key_values

@@ -253,8 +253,7 @@ class DecodeStep(ChosenKernels):
             both = heads[:, :, :p.heads + p.kv_heads]
             angles = x.new_zeros((self.batch, 1, 2 * self.half))[..., :self.half]
             rope = bind("rope", "rope", both, None, angles, angles,
-                        style=ROTATIONS[self.rotation][0], layout="bshd",
-                        rotary_dim=2 * self.half)
+                        style=ROTATIONS[self.rotation][0], layout="bshd", rotary_dim=2 * self.half)
             if bind.kernels["rope"].startswith("torch.") and 2 * self.half == p.head_dim and \
                     self.rotation == "rotate_half":
                 # made of several operations: fewer of them do, see _Rotation

@@ -54,8 +54,7 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
 
 
 def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder,
-           product: Product,
-           fast: Any) -> Run:
+           product: Product, fast: Any) -> Run:
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
     biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}

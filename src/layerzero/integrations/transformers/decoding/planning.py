@@ -64,8 +64,7 @@ class Binder:
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)
 
-    def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...],
-                **fixed: Any) -> Run:
+    def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...], **fixed: Any) -> Run:
         """Returns the kernel for calls like these, as lz chooses it; where the step is captured, by
         a race over them all."""
         chosen = self(what, op, *calls[0], **fixed)

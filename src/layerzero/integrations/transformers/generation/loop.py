@@ -251,8 +251,7 @@ class _Loop:
 
     def _uncaptured_tail(self, room: int) -> Tail:
         """Make a tail for steps that are not captured."""
-        step_input = torch.zeros((self.batch, 1), dtype=torch.int64,
-                                 device=self.input_ids.device)
+        step_input = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
         return Tail(self.plan, step_input, self.vocab, room, self.step.step(self.batch).bind,
                     device_kernels() if self.cuda else None)
 

@@ -147,8 +147,7 @@ class Rows:
                 self.declined[f"verified without a graph: {why}"] += 1
                 self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
-        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents,
-                    self._runs)
+        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents, self._runs)
         try:
             return step(x, kv.angles, kv)[:, 0], kv
         # passed on, an interrupt too: half a round must not stay in the cache

@@ -224,8 +224,7 @@ def _tiktoken_state(tokenizer: Any) -> tuple[Any, ...]:
 
 def _read_tiktoken(tokenizer: Any, op: str) -> TokenizerHandle:
     handle = from_ranks(tokenizer.name, tokenizer._mergeable_ranks, tokenizer._pat_str,
-                        tokenizer._special_tokens,
-                        f"tiktoken.Encoding {tokenizer.name!r}")
+                        tokenizer._special_tokens, f"tiktoken.Encoding {tokenizer.name!r}")
     handle.built("native", lambda _: tokenizer)
     return handle
 
@@ -364,8 +363,7 @@ def _settings_from_json(data: Mapping[str, Any], encode_special_tokens: bool) ->
 
 
 def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None,
-               special_tokens: Mapping[str, int] | None,
-               source: str) -> TokenizerHandle:
+               special_tokens: Mapping[str, int] | None, source: str) -> TokenizerHandle:
     """Returns the handle of a tiktoken.Encoding. Without a pattern it is the one tiktoken publishes
     by this name."""
     missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)

@@ -117,8 +117,7 @@ def make_kernel(encode: Encode) -> Callable[..., Tokens]:
     ) -> Tokens:
         handle = identify_again(tokenizer)
         lengths = resolve_lengths(handle.settings, truncation, padding, max_length, truncation_side,
-                                  padding_side, pad_id,
-                                  pad_to_multiple_of)
+                                  padding_side, pad_id, pad_to_multiple_of)
         parse = handle.settings.parse_special if parse_special is None else parse_special
         single = isinstance(text, str)
         encoded = encode(handle, [text] if isinstance(text, str) else list(text),
@@ -194,8 +193,7 @@ def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool |
 
 
 def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, offsets: bool,
-             mask: bool,
-             identity: str) -> Tokens:
+             mask: bool, identity: str) -> Tokens:
     """Truncates, adds special tokens and pads."""
     rows, spans = [], []
     for text in encoded:

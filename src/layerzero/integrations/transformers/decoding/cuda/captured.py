@@ -101,8 +101,7 @@ class FixedBuffers:
         try:
             run = self.step.bind("attention, captured", "paged_attention", query, *pages,
                                  self._table, self._lengths, scale=at.scale,
-                                 window_left=at.window - 1 if at.window else -1,
-                                 softcap=at.softcap)
+                                 window_left=at.window - 1 if at.window else -1, softcap=at.softcap)
         except NoKernelFoundError:             # of float32 on a GPU, for one
             if at.softcap:
                 raise

@@ -95,8 +95,7 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
         raise NotRecognised("its weights are in several formats")
     return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
                  len(parts.head.module.weight) if parts.head else 0, len(parts.layers), batch,
-                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation,
-                 kinds.pop())
+                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation, kinds.pop())
 
 
 def _code_format(weight: Weight) -> str:

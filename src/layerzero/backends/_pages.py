@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.formulas.common import position_terms
-from ..ops.formulas.paged import (
-    Part,
-    group_heads,
-    merge_parts,
-    read_spans,
-    ungroup_heads,
-)
+from ..ops.formulas.paged import Part, group_heads, merge_parts, read_spans, ungroup_heads
 from ..spec import rules as r
 from ..spec.reason import Code
 

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import FLOATS, position_terms
-from ..ops.formulas.paged import (
-    Part,
-    gather_pages,
-    group_heads,
-    read_spans,
-    ungroup_heads,
-)
+from ..ops.formulas.paged import Part, gather_pages, group_heads, read_spans, ungroup_heads
 from ..ops.paged_attention import OP as paged_attention
 from ..ops.paged_attention import dequantize_cache
 from ..spec import rules as r

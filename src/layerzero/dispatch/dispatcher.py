@@ -34,12 +34,7 @@ from ..spec.plan import Plan, Step
 from ..world import clock, context, events, incidents
 from ..world import snapshot as worlds
 from ..world.context import Override
-from ..world.incidents import (
-    extend_keys,
-    loaded,
-    mark_unloadable,
-    no_kernel_error,
-)
+from ..world.incidents import extend_keys, loaded, mark_unloadable, no_kernel_error
 from ..world.snapshot import World
 from . import casting, hotpath, native, protection, recovery, tracing, unregistered, wrapping
 from .background import compiling, learning

@@ -20,14 +20,7 @@ from ..files import paths
 from ..files.paths import cache_dir as cache_dir
 from ..files.reading import read_text
 from ..selection.conditions import parse_when
-from ..selection.policy import (
-    ACTIONS,
-    RENAMED,
-    SETTINGS,
-    Layer,
-    PolicyRule,
-    validate_setting,
-)
+from ..selection.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, validate_setting
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.names import suggest
 from ..spec.reason import shown

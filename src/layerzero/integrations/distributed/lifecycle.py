@@ -22,15 +22,7 @@ from ...world import config, events
 from ...world import snapshot as worlds
 from ...world.snapshot import World
 from ...world.tables import Agreement
-from .agreement import (
-    ANY_DEVICE,
-    Session,
-    Unit,
-    layers_of,
-    provisional,
-    units_of,
-    with_layers,
-)
+from .agreement import ANY_DEVICE, Session, Unit, layers_of, provisional, units_of, with_layers
 from .exchange import Exchange
 from .profile import Profile, not_shared
 

@@ -17,16 +17,7 @@ from torch import Tensor
 
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from ...spec.rules import (
-    Condition,
-    Wording,
-    Words,
-    any_of,
-    at_least,
-    equals,
-    one_of,
-    present,
-)
+from ...spec.rules import Condition, Wording, Words, any_of, at_least, equals, one_of, present
 
 INTEGERS = ("int32", "int64")
 

@@ -30,12 +30,7 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
 from ..certification.diagnosis import CLASSES
-from ..kernel.contract import (
-    call,
-    formula,
-    results_of,
-    upcast,
-)
+from ..kernel.contract import call, formula, results_of, upcast
 from ..kernel.guarded import poisoned_memory
 from ..kernel.judging import ROUNDINGS, judge_result, worst_indices
 from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs

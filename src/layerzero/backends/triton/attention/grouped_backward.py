@@ -9,16 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grouped_forward import (
-    LOG2E,
-    PLAIN,
-    cap,
-    chunk_range,
-    key_range,
-    load_rows,
-    segment,
-    visible,
-)
+from .grouped_forward import LOG2E, PLAIN, cap, chunk_range, key_range, load_rows, segment, visible
 
 
 @triton.jit

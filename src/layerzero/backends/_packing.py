@@ -46,9 +46,7 @@ class PackedWeights:
     def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor,
             growth: int = 1) -> Any | None:
         """Returns `pack(*tensors)`, cached under `kind`; None for weights that must not be packed.
-
-        A packed copy has `growth` times the bytes of the tensors.
-        """
+        A packed copy has `growth` times the bytes of the tensors."""
         try:
             versions = tuple([t._version for t in tensors])
         except RuntimeError:                   # an inference tensor: changes cannot be detected

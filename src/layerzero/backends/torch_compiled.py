@@ -103,11 +103,8 @@ class CompiledReference:
         return alias
 
     def compile(self) -> Callable[..., Any]:
-        """Compiles a copy of the reference with a unique name.
-
-        torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
-        makes it raise instead.
-        """
+        """Compiles a copy of the reference with a unique name. torch counts recompilations by name,
+        and past eight it silently runs eagerly. fullgraph makes it raise instead."""
         formula: Any = self.op.reference
         own = FunctionType(formula.__code__.replace(co_name=f"{self.op.name}_{next(_serial)}"),
                            formula.__globals__, formula.__name__, formula.__defaults__,

@@ -255,11 +255,8 @@ def top_scores(scores: Tensor, k: int, from_probs: bool) -> tuple[Tensor, Tensor
 
 
 def _top_ids(scores: Tensor, ids: Tensor, k: int, from_probs: bool) -> Tensor:
-    """Returns the ids of the `k` highest scores, ties by id.
-
-    topk does not order ties, so score and id are combined in one key: a float32 leaves the low bits
-    of a float64 zero.
-    """
+    """Returns the ids of the `k` highest scores, ties by id. topk does not order ties, so score and
+    id are combined in one key: a float32 leaves the low bits of a float64 zero."""
     # log-weights are <= 0, probabilities >= 0
     bits = scores.abs().to(torch.float64).view(torch.int64)
     if from_probs:

@@ -130,11 +130,8 @@ def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table; `right` names the columns aligned right.
-
-    Nothing is cut off when piped, nor on a terminal too narrow for columns of whole words. Without
-    rows nothing is printed.
-    """
+    """Print a table; `right` names the columns aligned right. Nothing is cut off when piped, nor on
+    a terminal too narrow for columns of whole words. Without rows nothing is printed."""
     if not rows:
         return
     out = console()

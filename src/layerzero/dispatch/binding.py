@@ -23,10 +23,8 @@ _ORDER = ("layout", "cast", "contiguous")
 
 @dataclass(frozen=True)
 class Binding:
-    """`run` takes all the op's parameters by position.
-
-    `call` is the same without a Python frame, or None.
-    """
+    """`run` takes all the op's parameters by position. `call` is the same without a Python frame,
+    or None."""
 
     run: Callable[..., Any]
     call: Direct | None

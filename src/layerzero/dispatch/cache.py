@@ -22,11 +22,8 @@ from .binding import Binding
 
 
 class Count:
-    """Counts the hits of one entry.
-
-    `tick` counts a hit without a lock; `native` holds the hits of the native path, as of when they
-    were last read. After `final` there are no more.
-    """
+    """Counts the hits of one entry. `tick` counts a hit without a lock; `native` holds the hits of
+    the native path, as of when they were last read. After `final` there are no more."""
 
     __slots__ = ("_ticks", "final", "native", "tick")
 
@@ -161,10 +158,8 @@ class Ledger:
 
 
 class _Flight:
-    """An entry that one thread makes and others wait for.
-
-    An interrupt may keep that thread from ending it.
-    """
+    """An entry that one thread makes and others wait for. An interrupt may keep that thread from
+    ending it."""
 
     __slots__ = ("_frame", "_latch", "entry", "error", "owner")
 

@@ -18,10 +18,7 @@ from ..world.context import Override
 
 def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
     """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote");
-    float64 stays.
-
-    Returns the arguments by name, or None if there is nothing to cast.
-    """
+    float64 stays. Returns the arguments by name, or None if there is nothing to cast."""
     kind = first.device.type if first is not None else "meta"
     if (not op.autocast or not torch.amp.is_autocast_available(kind)
         or not torch.is_autocast_enabled(kind)):

@@ -206,10 +206,8 @@ class Dispatcher:
 
     def _select(self, world: World, facts: Mapping[str, Any],
                 override: Override | None) -> tuple[World, Plan, Kernel, Binding]:
-        """Plan, and bind the first step.
-
-        A library that fails to load leaves the world, and the plan is made again.
-        """
+        """Plan, and bind the first step. A library that fails to load leaves the world, and the
+        plan is made again."""
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
@@ -366,10 +364,8 @@ class Dispatcher:
     # Worlds: a new one brings a new cache, and new code where the key has changed.
 
     def install(self, world: World, force: bool = False) -> None:
-        """Take over a world.
-
-        With `force`, empty the cache even if nothing of this op has changed.
-        """
+        """Take over a world. With `force`, empty the cache even if nothing of this op has
+        changed."""
         version = world.version(self.op.name)
         if not force and self.world is not None and self.world.version(self.op.name) == version:
             # another op changed: the cache holds

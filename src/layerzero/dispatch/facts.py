@@ -42,10 +42,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read(op: Op, values: Mapping[str, Any],
          needed: Collection[str] | None = None) -> dict[str, Any]:
-    """Return all facts of the call, or the `needed` ones and the sizes.
-
-    Raises InvalidCall, naming the argument.
-    """
+    """Return all facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming
+    the argument."""
     # a subclass may raise anything from any method
     with torch._C.DisableTorchFunctionSubclass():
         return _read(op, values, needed)
@@ -225,10 +223,8 @@ def has_memory(values: Collection[Any]) -> bool:
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
                facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes by name; a size named twice must agree.
-
-    Adds the broadcast axes to `facts`.
-    """
+    """Return the sizes by name; a size named twice must agree. Adds the broadcast axes to
+    `facts`."""
     dims: dict[str, Any] = {}
     lead: dict[str, tuple[Any, ...]] = {}
     for name, tokens in patterns.items():

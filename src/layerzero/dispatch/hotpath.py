@@ -331,11 +331,8 @@ def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) ->
 
 
 class _SizeBinder:
-    """Writes the lines that bind the sizes of one tensor after another.
-
-    A size of a required tensor is certain to be bound; one that only optional tensors have may be
-    None.
-    """
+    """Writes the lines that bind the sizes of one tensor after another. A size of a required tensor
+    is certain to be bound; one that only optional tensors have may be None."""
 
     def __init__(self, patterns: Any) -> None:
         self.patterns = patterns

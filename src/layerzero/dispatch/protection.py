@@ -36,10 +36,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_ours(kernel: Kernel) -> bool:
-    """Is it a kernel of this library, made of torch's operators or of our own code?
-
-    Those check before they write, and the contract tests check their results and inputs.
-    """
+    """Is it a kernel of this library, made of torch's operators or of our own code? Those check
+    before they write, and the contract tests check their results and inputs."""
     module = getattr(kernel.load, "__module__", "") or ""
     return (module.startswith(OURS)
             and (kernel.package in OUR_PACKAGES or kernel.package.startswith(OURS)))
@@ -71,10 +69,7 @@ def _version(value: Any) -> int | None:
 
 def checksum(t: Tensor, max_bytes: int) -> Any:
     """Return a number that depends on every bit of (a sample of) a tensor and on its position; None
-    if unreadable.
-
-    On a device it is a tensor, computed there without waiting.
-    """
+    if unreadable. On a device it is a tensor, computed there without waiting."""
     if (t.device.type == "meta" or t.layout is not torch.strided or not t.numel()
         or t.element_size() not in _BITS):
         return None
@@ -184,10 +179,8 @@ def _extent(t: Tensor) -> tuple[int, int]:
 # the guard
 
 class Guard:
-    """A kernel whose calls are checked.
-
-    After `clean_calls` good ones, the unguarded kernel replaces it.
-    """
+    """A kernel whose calls are checked. After `clean_calls` good ones, the unguarded kernel
+    replaces it."""
 
     def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int,
                  clean_calls: int | None = 1) -> None:

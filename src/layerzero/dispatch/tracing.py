@@ -49,10 +49,8 @@ def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | 
 
 
 def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
-    """Check the kernel's rules on the symbols; torch then guards the graph by each answer.
-
-    Rules that a transform of the inputs repairs, and rules about the device, are not checked.
-    """
+    """Check the kernel's rules on the symbols; torch then guards the graph by each answer. Rules
+    that a transform of the inputs repairs, and rules about the device, are not checked."""
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)

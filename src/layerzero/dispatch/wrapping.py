@@ -53,11 +53,8 @@ def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, bindi
 
 def wrap_probe(kernel: Kernel, binding: Binding, breaker: health.Health,
                named: bool) -> Callable[..., Any]:
-    """Wrap a kernel whose breaker is not closed: its first success closes it.
-
-    A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it
-    have no other choice.
-    """
+    """Wrap a kernel whose breaker is not closed: its first success closes it. A half-open kernel is
+    tried by one call at a time, whatever its shapes; calls that name it have no other choice."""
     probing = breaker.state == "half_open" and not named
 
     def run(*values: Any) -> Any:

@@ -124,10 +124,7 @@ class SealedFolder:
 
     def problem(self, *parts: str) -> str | None:
         """Returns why the file would not be used, by owner and permissions alone; its content is
-        not read.
-
-        None if it may be used, "" if it does not exist.
-        """
+        not read. None if it may be used, "" if it does not exist."""
         try:
             with self._folder(parts[:-1]) as folder:
                 os.close(folder.open(parts[-1]))

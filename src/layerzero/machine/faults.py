@@ -189,11 +189,8 @@ on_device_lost: list[Callable[[Reason], None]] = []
 
 
 def capturing() -> bool:
-    """Is a CUDA graph being captured?
-
-    This is the first thing a call asks the device, so a context that an earlier kernel has
-    destroyed is noticed here: DeviceLost.
-    """
+    """Is a CUDA graph being captured? This is the first thing a call asks the device, so a context
+    that an earlier kernel has destroyed is noticed here: DeviceLost."""
     try:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError as e:

@@ -119,11 +119,8 @@ def _cgroup_folders() -> tuple[Path, ...]:
 
 
 def _device_free() -> int:
-    """Returns the bytes free on the current device, other processes counted.
-
-    While a graph is captured the last reading is used: querying the driver would invalidate the
-    capture.
-    """
+    """Returns the bytes free on the current device, other processes counted. While a graph is
+    captured the last reading is used: querying the driver would invalidate the capture."""
     index = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         return _last_free.get(index, torch.cuda.get_device_properties(index).total_memory)

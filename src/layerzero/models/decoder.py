@@ -435,9 +435,7 @@ def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int 
 
 def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor, layer: int = 0) -> Tensor:
     """Returns the scores (batch, heads, seq, seq) of a whole sequence, zero where a key is masked.
-
-    They are computed in float64, so that two of them differ only by q and k.
-    """
+    They are computed in float64, so that two of them differ only by q and k."""
     q, k = (t.detach().double().transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(c.heads // c.kv_heads,
                                      1).transpose(-1, -2)

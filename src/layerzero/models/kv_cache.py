@@ -50,10 +50,8 @@ class _Sequence:
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages.
-
-    Made by lz.kv_cache; not for use by several threads at once.
-    """
+    """Keys and values of many sequences, in pages. Made by lz.kv_cache; not for use by several
+    threads at once."""
 
     kind = ""
     max_pages: int | None = None               # per sequence
@@ -128,10 +126,8 @@ class KVCache:
 
     @property
     def cross(self) -> KVCache:
-        """The cache of the encoder's keys and values for the same sequences.
-
-        It has its own pages and lengths, is written once per sequence, and never causal.
-        """
+        """The cache of the encoder's keys and values for the same sequences. It has its own pages
+        and lengths, is written once per sequence, and never causal."""
         if self._decoder is not None or not self.cross_len:
             raise _invalid(Code.MISSING_METADATA,
                            "the longest encoder output, when the decoder's cache is made", None,

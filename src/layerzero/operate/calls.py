@@ -19,10 +19,8 @@ LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
-    """Describe a call.
-
-    Raises DataError for what cannot be described, such as a tokenizer object.
-    """
+    """Describe a call. Raises DataError for what cannot be described, such as a tokenizer
+    object."""
     arguments: dict[str, TensorSpec | Scalar] = {}
     for p in op.params:
         value = values.get(p.name, p.default)

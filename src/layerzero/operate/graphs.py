@@ -214,10 +214,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A capture that was tried.
-
-    `graph` can be replayed, and writes `result`, if there are no problems.
-    """
+    """A capture that was tried. `graph` can be replayed, and writes `result`, if there are no
+    problems."""
 
     graph: Any = None
     result: Any = None
@@ -231,10 +229,8 @@ class Attempt:
 
 def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
             **options: Any) -> Attempt:
-    """Warm up and capture `fn`.
-
-    Problems are returned, not raised; a lost device raises DeviceLost.
-    """
+    """Warm up and capture `fn`. Problems are returned, not raised; a lost device raises
+    DeviceLost."""
     side, handled = stream or torch.cuda.Stream(), sys.exc_info()[1]
     try:
         warm_up(fn, side, warm_ups)

@@ -74,10 +74,8 @@ class Matrix(Displayed, Record, json="ok rows versions"):
 
 
 def matrix(deep: bool = False) -> Matrix:
-    """Compare what kernels declare with what is installed, here and where their workers run.
-
-    `deep` imports each library as well, in a process of its own.
-    """
+    """Compare what kernels declare with what is installed, here and where their workers run. `deep`
+    imports each library as well, in a process of its own."""
     world = worlds.current()
     entries = parse(world.policy.setting("isolation"))
     groups: dict[tuple[str, str, str], list[Kernel]] = {}

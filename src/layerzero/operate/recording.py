@@ -75,10 +75,8 @@ class Observer(Protocol):
 
 
 class _Line:
-    """One line of the file.
-
-    `call` is None if it cannot be described, such as one with a tokenizer object.
-    """
+    """One line of the file. `call` is None if it cannot be described, such as one with a tokenizer
+    object."""
 
     __slots__ = ("call", "count")
 

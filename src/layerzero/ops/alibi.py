@@ -43,11 +43,8 @@ def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = N
 
 
 def default_slopes(heads: int) -> list[float]:
-    """Returns the paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads.
-
-    If n is not a power of two: those of the next lower power, then every second one of the next
-    higher.
-    """
+    """Returns the paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads. If n is not a power of two:
+    those of the next lower power, then every second one of the next higher."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]

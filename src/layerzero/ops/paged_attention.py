@@ -202,10 +202,7 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 def adapt(values: dict[str, Any]) -> Adaptation | None:
     """Reads a cache of another float dtype through a scale of 1, which casts the pages in the
-    table, not the pool.
-
-    A quantized cache cannot be read without its own scales.
-    """
+    table, not the pool. A quantized cache cannot be read without its own scales."""
     query, changed, casts = values["query"], dict(values), []
     for name in ("key", "value"):
         cache = values[f"{name}_cache"]

@@ -102,10 +102,8 @@ class Measurement(NamedTuple):
 
     @property
     def trust(self) -> float:
-        """1 for a quiet measurement, falling towards 0 as its spread grows; samples add trust.
-
-        Only up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all.
-        """
+        """1 for a quiet measurement, falling towards 0 as its spread grows; samples add trust. Only
+        up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all."""
         return 1.0 / (1.0 + (self.spread / QUIET_SPREAD) ** 2
                       / min(self.samples, MAX_TRUSTED_SAMPLES))
 

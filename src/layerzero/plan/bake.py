@@ -150,10 +150,8 @@ def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],
               row: Row) -> BoundKernel:
-    """Attach kernel, row, covers and checked to the function.
-
-    An object in its place would cost one call more.
-    """
+    """Attach kernel, row, covers and checked to the function. An object in its place would cost one
+    call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(names):
             raise ConfigError(
@@ -195,10 +193,7 @@ def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
 def _with_defaults(call: Direct, tensors: list[str],
                    fixed: Mapping[str, Any]) -> FunctionType | None:
     """Return a copy of the kernel's Python function with the fixed arguments as defaults; None if
-    it takes others.
-
-    Unlike a wrapper, the copy adds no frame to a call.
-    """
+    it takes others. Unlike a wrapper, the copy adds no frame to a call."""
     fn, arguments = call.fn, (*call.args, *call.kwargs.values())
     if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None or any(
             isinstance(argument, LastSize) for argument in arguments):
@@ -348,10 +343,8 @@ def _op_name(node: torch.fx.Node) -> str | None:
 
 def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
           autocast: bool) -> Site:
-    """Replace the node with the bound kernel.
-
-    Where that cannot be done, the node stays as it is.
-    """
+    """Replace the node with the bound kernel. Where that cannot be done, the node stays as it
+    is."""
     op, target = dispatcher.op, node.target
     arguments = list(target._schema.arguments)  # type: ignore[union-attr]
     bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}

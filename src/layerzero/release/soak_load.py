@@ -130,10 +130,8 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
 # Calls.
 
 def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
-    """Makes one call and judges the result.
-
-    how: "reference" prefers that kernel in a block, "strict" passes a policy, "" does neither.
-    """
+    """Makes one call and judges the result. how: "reference" prefers that kernel in a block,
+    "strict" passes a policy, "" does neither."""
     public = dispatcher_of(case.op.name).public
     try:
         if how == "reference":

@@ -112,10 +112,8 @@ def _outages(kernel: Kernel, context: SelectionContext) -> Sequence[Reason]:
 
 def select(op: Op, roster: Roster, facts: Mapping[str, Any], context: SelectionContext,
            thorough: bool = False) -> Plan:
-    """Rank the kernels that can serve the call.
-
-    `thorough` also collects every reason against every other kernel; no call waits for that.
-    """
+    """Rank the kernels that can serve the call. `thorough` also collects every reason against every
+    other kernel; no call waits for that."""
     policy = context.policy
     has_rules = policy.has_rules_for(op.name)
     lock = policy.lock(op.name, facts) if has_rules else None

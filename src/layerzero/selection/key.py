@@ -56,11 +56,8 @@ class KeyProgram:
 
 
 def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) -> KeyProgram:
-    """Decide what a key of `op` holds, from the rules in force.
-
-    `measured` are expressions that depend on sizes, such as workspaces; the numbers they read are
-    bucketed too.
-    """
+    """Decide what a key of `op` holds, from the rules in force. `measured` are expressions that
+    depend on sizes, such as workspaces; the numbers they read are bucketed too."""
     numbers = {p.name for p in op.params if p.kind in ("int", "float")}
     sized = {*op.dims, *op.derived, *numbers}
     timing = {n for text in (op.flops, op.bytes, *measured) for n in parse(text).names}
@@ -102,11 +99,8 @@ def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
 
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that all calls with this call's key share.
-
-    They are the parameters at their defaults, the sizes that the key keeps exactly and what is
-    derived from those alone.
-    """
+    """Returns the values that all calls with this call's key share. They are the parameters at
+    their defaults, the sizes that the key keeps exactly and what is derived from those alone."""
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}
     fixed.update({name: facts[name] for name, text in op.derived.items()

@@ -160,10 +160,8 @@ class At:
 
 
 def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:
-    """`data` as a value of this type; DataError with every mistake if it is none.
-
-    `what` names what is read. `extra` are fields of a dataclass that do not come from the data.
-    """
+    """`data` as a value of this type; DataError with every mistake if it is none. `what` names what
+    is read. `extra` are fields of a dataclass that do not come from the data."""
     at = At("", [], [])
     value: T = read_fields(kind, data, at, **extra) if extra else read(kind, data, at)
     if at.mistakes:

@@ -127,10 +127,8 @@ def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
 
 
 def table_from_json(rows: Any) -> Table:
-    """Returns a table from plain dicts with the fields of `Generation`.
-
-    It stands alone; `(*table_from_json(rows), *GENERATIONS)` puts it in front of the built-in one.
-    """
+    """Returns a table from plain dicts with the fields of `Generation`. It stands alone;
+    `(*table_from_json(rows), *GENERATIONS)` puts it in front of the built-in one."""
     if not isinstance(rows, (list, tuple)) or not rows:
         raise SpecError(f"a generation table must be a non-empty list of rows, got {rows!r}")
     table = tuple(Generation.from_json(row, f"generation row {i}") for i, row in enumerate(rows))

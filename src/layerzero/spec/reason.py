@@ -416,10 +416,8 @@ def plain(value: Any) -> Value:
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr, limit: int = 500) -> str:
-    """`value` as text for a message; it never raises and is never long.
-
-    Python converts no int of more than some thousand digits, and a foreign object may raise.
-    """
+    """`value` as text for a message; it never raises and is never long. Python converts no int of
+    more than some thousand digits, and a foreign object may raise."""
     try:
         text = as_text(value)
     except FOREIGN_ERRORS as e:

@@ -62,10 +62,8 @@ class Watch(Protocol):
 
 
 class WallWatch:
-    """Wall-clock time, for a CPU or a device that can only be waited for.
-
-    `cpu_time` is that of this thread: a sample during which the CPU was taken away is taken again.
-    """
+    """Wall-clock time, for a CPU or a device that can only be waited for. `cpu_time` is that of
+    this thread: a sample during which the CPU was taken away is taken again."""
 
     margin = MARGIN
 
@@ -212,10 +210,8 @@ def _cache_size(file: Path) -> int:
 
 @dataclass(frozen=True)
 class TimingSummary:
-    """Statistics in microseconds.
-
-    Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not.
-    """
+    """Statistics in microseconds. Mean, variance, p10 and p90 leave outliers out; median, p95 and
+    p99 do not."""
 
     median: float
     mean: float

@@ -278,10 +278,8 @@ class _Step:
     def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *,
                   value_dim: int = 0, causal: bool = False, window: int = 0,
                   mask: TensorSpec | None = None) -> None:
-        """Add attention.
-
-        Rope leaves queries and keys contiguous; a projection leaves its outputs transposed.
-        """
+        """Add attention. Rope leaves queries and keys contiguous; a projection leaves its outputs
+        transposed."""
         m, rotated = self.model, bool(self.model.rope)
         cached = self.decoding
         if window and seen > window and cached:

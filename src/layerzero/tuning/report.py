@@ -35,10 +35,8 @@ class TimedKernel:
 class Tuned(Record,
             json="call label sizes family mode best chosen before sure tied baseline gain roofline "
                          "kernels no_time_for failed rejected"):
-    """The result for one kind of call.
-
-    `best` is the fastest; of ties, the one that selection prefers.
-    """
+    """The result for one kind of call. `best` is the fastest; of ties, the one that selection
+    prefers."""
 
     call: Call
     sizes: str

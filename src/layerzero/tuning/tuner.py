@@ -300,10 +300,8 @@ class Tuner:
             self._measure_rates(device)
 
     def _measure_rates(self, device: str) -> None:
-        """Keep the better of the known rates and those measured now: noise only slows down.
-
-        A noisy reading serves this run and is not saved, so that the next run measures again.
-        """
+        """Keep the better of the known rates and those measured now: noise only slows down. A noisy
+        reading serves this run and is not saved, so that the next run measures again."""
         place, known = worlds.current().place(device), self._known_rates(device)
         reading = measure_rates(device, min(RATES_SECONDS, RATES_SHARE * self.seconds_left))
         self.rates[place] = (reading.rates if known is None
@@ -319,10 +317,7 @@ class Tuner:
 
 def exceeds_rates(result: Tuned, device: str, rates: Rates | None) -> bool:
     """Was a kernel faster than the peak rates of the device? Then those were measured while the
-    device was busy.
-
-    A higher bandwidth proves nothing if all the bytes fit a cache.
-    """
+    device was busy. A higher bandwidth proves nothing if all the bytes fit a cache."""
     if rates is None or result.roofline is None:
         return False
     us = result.winner.summary.median

@@ -55,11 +55,8 @@ class BreakerLimits:
 
 
 class Faults:
-    """The faults of one kernel among its last calls.
-
-    `calls` is always the number of its calls so far, this one included; threads may see it lag a
-    little.
-    """
+    """The faults of one kernel among its last calls. `calls` is always the number of its calls so
+    far, this one included; threads may see it lag a little."""
 
     def __init__(self) -> None:
         self.streak = 0                        # consecutive faults

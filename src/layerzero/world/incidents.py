@@ -316,10 +316,8 @@ worlds.add_listener(_drop_unregistered)
 
 
 def _disable_suspect(reason: Reason) -> None:
-    """Disables the only loaded library besides torch after a device was lost.
-
-    Which earlier kernel did it is unknown; with several libraries loaded none is disabled.
-    """
+    """Disables the only loaded library besides torch after a device was lost. Which earlier kernel
+    did it is unknown; with several libraries loaded none is disabled."""
     groups = {kernel.health for kernel, _ in _loaded.values() if kernel.package
               and kernel.package != "torch"}
     if len(groups) == 1:

@@ -79,10 +79,8 @@ def store(read_only: bool = False) -> Store:
 
 @contextmanager
 def open_store(read_only: bool = False) -> Iterator[Store]:
-    """Opens the store for the block. The error about a damaged one says what was done with it.
-
-    A writable one is set aside and a new one begun; with `read_only` it stays as it is.
-    """
+    """Opens the store for the block. The error about a damaged one says what was done with it. A
+    writable one is set aside and a new one begun; with `read_only` it stays as it is."""
     target = location(worlds.current().policy)
     try:
         with store(read_only) as opened:

@@ -184,9 +184,7 @@ class World:
 
     def replace(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
         """Returns this world with changes and a new epoch; only what is still valid stays cached.
-
-        `ops`: those that the change concerns, if not all of them; the others keep their caches.
-        """
+        `ops`: those that the change concerns, if not all of them; the others keep their caches."""
         epoch = self.epoch + 1
         if ops is None:
             kept_keys: tuple[Any, ...] = (() if changes.keys() & {"catalog", "unloadable"}

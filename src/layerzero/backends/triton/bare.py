@@ -95,10 +95,7 @@ def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...],
 
 def _bound(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) -> Varying | None:
     """Returns the range in which the specialization is the same: 32 bits stay 32, multiples of 16
-    stay multiples.
-
-    None if there is no other value.
-    """
+    stay multiples. None if there is no other value."""
     if v.field < 0:
         return v
     now = args[v.field]

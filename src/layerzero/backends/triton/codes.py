@@ -32,10 +32,7 @@ def _round(x):
 @triton.jit
 def _e4m3(x):
     """Encodes |x| <= 448 as a byte: sign, four bits of exponent, three of mantissa; below 2^-6 in
-    steps of 2^-9.
-
-    Done by hand, since not every GPU that runs Triton has a cast to this type.
-    """
+    steps of 2^-9. Done by hand, since not every GPU that runs Triton has a cast to this type."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # three bits of mantissa, ties to even

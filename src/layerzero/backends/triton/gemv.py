@@ -286,10 +286,8 @@ class Config(NamedTuple):
 
 def config(rows: int, n: int, width: int, int4: bool, device: torch.device,
            programs: float = 1.0) -> Config:
-    """Returns the launch configuration; `width`: elements in a row of the weight.
-
-    `programs` is a multiple of what was fastest on an H200, for tuning.
-    """
+    """Returns the launch configuration; `width`: elements in a row of the weight. `programs` is a
+    multiple of what was fastest on an H200, for tuning."""
     processors, _ = device_size(device)
     # enough threads to hold all of x, if possible
     if rows == 1 and int4:

@@ -106,10 +106,7 @@ class Launcher:
     def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
                  varying: tuple[Varying, ...] = ()) -> None:
         """Launches with `args`, the run-time arguments in order, and `meta`, the constants,
-        num_warps and the like.
-
-        `varying`: which of `args`, by index, may differ in a replay.
-        """
+        num_warps and the like. `varying`: which of `args`, by index, may differ in a replay."""
         types = tuple(map(type, args))
         reader = self._readers.get(types)
         if reader is None and types not in self._readers:

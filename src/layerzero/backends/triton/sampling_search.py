@@ -233,10 +233,7 @@ def narrow_kernel(
 @triton.jit
 def _last_kept(place, weight, valid, lo, hi, above, target):
     """Returns the last place in [lo, hi) before which less than `target` lies, or one before the
-    next candidate.
-
-    `above` is what lies before lo. Bisects [lo, hi) until one candidate is left.
-    """
+    next candidate. `above` is what lies before lo. Bisects [lo, hi) until one candidate is left."""
     count = tl.sum((valid & (place >= lo) & (place < hi)).to(tl.int32), 0)
     while (count > 1) & (hi - lo > 1):
         middle = lo + (hi - lo) // 2

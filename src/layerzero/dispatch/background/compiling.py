@@ -114,10 +114,8 @@ def compile_now(
     values: tuple[Any, ...],
     warmed: frozenset[Any] | None = None,
 ) -> str | None:
-    """Load and call the kernel for this kind of call; return None, or why it failed.
-
-    `warmed` is what the world adds to its own `warmed` afterwards.
-    """
+    """Load and call the kernel for this kind of call; return None, or why it failed. `warmed` is
+    what the world adds to its own `warmed` afterwards."""
     kind, grad = kind_to_compile(dispatcher.op, facts), facts["grad"]
     warmed = jit.warmed_keys(kernel, facts, values) if warmed is None else warmed
     if warmed <= worlds.current().warmed:
@@ -213,10 +211,8 @@ _closing = False
 
 def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, override: Override | None,
                    values: tuple[Any, ...]) -> None:
-    """Request the kernels that would serve this call if they were compiled already.
-
-    Also those that would serve it while a CUDA graph is captured: nothing can be compiled then.
-    """
+    """Request the kernels that would serve this call if they were compiled already. Also those that
+    would serve it while a CUDA graph is captured: nothing can be compiled then."""
     facts = plan.facts
     if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
         return
@@ -254,10 +250,8 @@ def request(
     dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any],
     values: tuple[Any, ...]
 ) -> None:
-    """Queue a compile for calls like this one, at most once for each kind and form.
-
-    Returns at once.
-    """
+    """Queue a compile for calls like this one, at most once for each kind and form. Returns at
+    once."""
     warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
     waiting = 0

@@ -116,11 +116,8 @@ def _default(world: World, plan: Plan) -> Step | None:
 
 
 def _candidate_steps(world: World, plan: Plan) -> list[Step]:
-    """Return the steps to try beside the first.
-
-    If some were measured already, these are only kernels that were compiled too late to be measured
-    too.
-    """
+    """Return the steps to try beside the first. If some were measured already, these are only
+    kernels that were compiled too late to be measured too."""
     measured = any(s.score.source == MEASURED for s in plan.steps)
     first, default = plan.steps[0], _default(world, plan)
 

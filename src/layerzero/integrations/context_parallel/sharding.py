@@ -192,10 +192,8 @@ def local_cu_seqlens(cu_seqlens: Tensor, world_size: int) -> Tensor:
 
 def shard_indices(cu_seqlens: Tensor | Sequence[int], rank: int, world_size: int,
                   layout: Layout = "zigzag") -> Tensor:
-    """Returns the rows of the packed sequences that a rank holds, in its order.
-
-    `cu_seqlens` are the boundaries of the whole sequences, read on the host.
-    """
+    """Returns the rows of the packed sequences that a rank holds, in its order. `cu_seqlens` are
+    the boundaries of the whole sequences, read on the host."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     count = world_size * (2 if layout == "zigzag" else 1)
     rows = [torch.zeros(0, dtype=torch.long)]

@@ -89,10 +89,8 @@ class Changes:
         self.configs.append(module)
 
     def undo(self) -> int:
-        """Makes the modules what they were; returns how many changed.
-
-        What was undone since is skipped.
-        """
+        """Makes the modules what they were; returns how many changed. What was undone since is
+        skipped."""
         undone, weights, hidden = set(), [], []
         for module, before in self.classes.items():
             recipe = recipe_of(module)
@@ -152,10 +150,8 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
           skip: Iterable[str] = ()) -> tuple[
         PatchReport, Changes]:
-    """lz.patch, and what it changed: undoing that leaves what was patched before.
-
-    All of it is done, or nothing.
-    """
+    """lz.patch, and what it changed: undoing that leaves what was patched before. All of it is
+    done, or nothing."""
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()

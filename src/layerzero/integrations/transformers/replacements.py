@@ -36,10 +36,8 @@ _classes: WeakValueDictionary[tuple[type, Recipe], type] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Recipe:
-    """The computation of a module, in lz's words.
-
-    It says everything that is needed to make the class again.
-    """
+    """The computation of a module, in lz's words. It says everything that is needed to make the
+    class again."""
 
     kind: str                                  # one of KINDS
     op: str

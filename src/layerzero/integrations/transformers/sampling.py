@@ -31,10 +31,8 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p")        # what both call it
 
 
 class Draw(LogitsProcessor):  # type: ignore[misc]
-    """Filters and draws.
-
-    The scores that it gives leave one token, so that the draw that follows takes it.
-    """
+    """Filters and draws. The scores that it gives leave one token, so that the draw that follows
+    takes it."""
 
     def __init__(self, **by: float) -> None:
         self.filters = by

@@ -183,10 +183,8 @@ def make_iq4_scales(x: Tensor) -> tuple[Tensor]:
 
 
 def search_parts(x: Tensor, length: int, search: Any, *options: Any) -> tuple[Tensor, ...]:
-    """Runs a search over the parts of blocks x (..., n, block), some at a time.
-
-    A result of a part gives (..., n, parts), of each value (..., n, block).
-    """
+    """Runs a search over the parts of blocks x (..., n, block), some at a time. A result of a part
+    gives (..., n, parts), of each value (..., n, block)."""
     pieces = x.reshape(-1, length).split(PARTS_AT_ONCE)
     results = (torch.cat(r, -1)
                for r in zip(*(search(p.t().contiguous(), *options) for p in pieces)))

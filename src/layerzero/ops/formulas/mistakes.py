@@ -20,10 +20,7 @@ from .quant import pack_nibbles, unpack_nibbles
 
 def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration:
     """Returns the alteration that replaces one argument by `value`, or by value(arguments) if it is
-    a function.
-
-    It does not apply where the argument is absent or has that value already.
-    """
+    a function. It does not apply where the argument is absent or has that value already."""
     def alter(op: Any, v: Values) -> Values | None:
         if name not in v or v[name] is None:
             return None

@@ -78,10 +78,7 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Returns the column of each row that `uniform` (batch, 1) selects; weights are >= 0, float64,
-    by token id.
-
-    A column of weight zero is never selected, unless all are.
-    """
+    by token id. A column of weight zero is never selected, unless all are."""
     cumulative = weights.cumsum(-1)
     return first_beyond(weights, cumulative, uniform * cumulative[:, -1:])
 
@@ -153,9 +150,7 @@ def token_weights(scores: Tensor, from_probs: bool) -> Tensor:
 
 def keep_mask(ranked: Tensor, filters: Filters, total: Tensor | None = None) -> Tensor:
     """Returns which weights, sorted in descending order, pass top-k, then top-p, then min-p.
-
-    `total` is the mass of all tokens, if `ranked` holds only the first of them.
-    """
+    `total` is the mass of all tokens, if `ranked` holds only the first of them."""
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
     keep = rank < filters.top_k
     if isinstance(filters.top_p, Tensor) or filters.top_p < 1.0:

@@ -188,10 +188,8 @@ def keeps_contract(kernel: Kernel, stage_value: StageValue) -> bool:
 @torch.no_grad()
 def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: Tensor,
              kernel_is_right: bool = False) -> tuple[str, str]:
-    """Returns the class of an error (one of diagnosis.CLASSES) and the evidence.
-
-    With `kernel_is_right` the call is altered instead until the reference gives what was wanted.
-    """
+    """Returns the class of an error (one of diagnosis.CLASSES) and the evidence. With
+    `kernel_is_right` the call is altered instead until the reference gives what was wanted."""
     got, op = stage_value.value, kernel.op
     if kernel_is_right:
         for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):

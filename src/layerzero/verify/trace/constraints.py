@@ -81,10 +81,8 @@ def _tensor(value: Any) -> Tensor:
 
 
 def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
-    """Return the constraints that do not hold.
-
-    One that is not understood or speaks of what is not known is passed over.
-    """
+    """Return the constraints that do not hold. One that is not understood or speaks of what is not
+    known is passed over."""
     broken = []
     for text in constraints:
         try:

@@ -362,10 +362,8 @@ class Performance(Record, json="latency_ms reference_latency_ms speedup_factor",
 
 @dataclass(frozen=True)
 class Evaluation(Record, lenient=True):
-    """What came of a run.
-
-    `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance` for PASSED alone.
-    """
+    """What came of a run. `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance`
+    for PASSED alone."""
 
     status: Annotated[str, one_of(STATUSES)]
     environment: Environment

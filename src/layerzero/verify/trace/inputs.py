@@ -65,10 +65,8 @@ class _Plan:
 def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None,
              seed: int = 0, device: str = "cpu",
              workload: Workload | None = None) -> dict[str, Any]:
-    """Generate every input.
-
-    `axes` fixes some variable axes; a workload fixes all and may have tensors of its own.
-    """
+    """Generate every input. `axes` fixes some variable axes; a workload fixes all and may have
+    tensors of its own."""
     if size not in SIZES:
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
@@ -92,10 +90,8 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
 
 
 def _workload_inputs(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """Return the inputs that the workload itself gives.
-
-    A stored tensor whose file is absent is generated instead.
-    """
+    """Return the inputs that the workload itself gives. A stored tensor whose file is absent is
+    generated instead."""
     inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items()
                               if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)

@@ -22,10 +22,8 @@ class Unmapped(DataError):
 
 
 class Parts:
-    """The inputs and outputs of a definition, taken one by one.
-
-    An input that is left over is not understood.
-    """
+    """The inputs and outputs of a definition, taken one by one. An input that is left over is not
+    understood."""
 
     def __init__(self, definition: Definition, op: str) -> None:
         self.definition, self.op = definition, op
@@ -61,10 +59,7 @@ class Parts:
 
     def outputs(self, *roles: tuple[str, str]) -> tuple[str, ...]:
         """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the
-        definition lacks.
-
-        The first is found by position where no name matches.
-        """
+        definition lacks. The first is found by position where no name matches."""
         rest = dict.fromkeys(self.definition.outputs)
         names = []
         for pattern, _ in roles:

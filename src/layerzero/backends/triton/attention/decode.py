@@ -41,10 +41,7 @@ def stage_bytes(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
 
 def bytes_beside_stages(rows: int, dim: int, dim_v: int, converted: bool) -> int:
     """Returns the bytes of shared memory beside the stages: queries, probabilities, pages, and
-    converted tiles.
-
-    As Triton's compiler lays it out; a test on a GPU compares.
-    """
+    converted tiles. As Triton's compiler lays it out; a test on a GPU compares."""
     block_n = 64 if rows <= 16 else 128
     return (2 * rows * (_tile(dim) + block_n) + 16 * block_n
             + (2 * block_n * max(_tile(dim), _tile(dim_v)) if converted else 0))
@@ -75,10 +72,7 @@ def config(rows: int, kv_rows: int, tiles_of_64: int, stage_bytes_of_64: int, pa
 
 def same_config_range(keys: int, reach: int, config_of: Callable[[int], Config]) -> tuple[int, int]:
     """Returns the range of key counts with the same configuration; `reach`: keys inside the window,
-    -1 for all.
-
-    Splits never decrease with the number of tiles, and nothing else depends on it.
-    """
+    -1 for all. Splits never decrease with the number of tiles, and nothing else depends on it."""
     if 0 <= reach <= keys:
         return reach, MAX_INT32
     tiles, last = -(-keys // 64), MAX_INT32 // 64

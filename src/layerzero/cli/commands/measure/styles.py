@@ -88,9 +88,7 @@ STYLE_NOTES = {
 
 class _Context:
     """The `memory` of a Decoder: keys and values of a context as (batch, kv_heads, seq, head_dim).
-
-    A step writes to the same place every time, so that each call of it does the same work.
-    """
+    A step writes to the same place every time, so that each call of it does the same work."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int = 0) -> None:
         self.keys, self.values, self.length = keys, values, length

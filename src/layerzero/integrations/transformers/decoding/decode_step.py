@@ -131,10 +131,8 @@ class BoundCross:
 
 
 class DecodeStep(ChosenKernels):
-    """The step for one size of batch.
-
-    Calling it gives the logits, or the last hidden state where there is no head.
-    """
+    """The step for one size of batch. Calling it gives the logits, or the last hidden state where
+    there is no head."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:

@@ -24,10 +24,8 @@ QUERY = r"q|query|queries"
 
 @dataclass(frozen=True)
 class Answer:
-    """One way to compute a definition with lz.
-
-    `reading` is how what the schema leaves open was understood.
-    """
+    """One way to compute a definition with lz. `reading` is how what the schema leaves open was
+    understood."""
 
     definition: Definition
     ops: tuple[str, ...]

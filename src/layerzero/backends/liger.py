@@ -228,8 +228,7 @@ KERNELS = (
         *NORM, r.one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0,
            **_LIBRARY),
     Kernel("liger.add_rms_norm", add_rms_norm, _add_rms_norm,
-           (*NORM, WEIGHT, r.contiguous("residual")), prior=4.0,
-           **_LIBRARY),
+           (*NORM, WEIGHT, r.contiguous("residual")), prior=4.0, **_LIBRARY),
     Kernel("liger.layer_norm", layer_norm, _layer_norm, (
         *NORM, WEIGHT, r.one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0,
            **_LIBRARY),

@@ -188,9 +188,8 @@ KERNELS = (
         r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT)),
            prior=0.02, overhead_us=20.0, batch_invariant=True, only_invariant=True,
            note="one row at a time"),
-    Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02,
-           overhead_us=200.0, variants=("bhsd",), note="one head of one sequence at a time",
-           **BOTH),
+    Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02, overhead_us=200.0,
+           variants=("bhsd",), note="one head of one sequence at a time", **BOTH),
     Kernel("torch.attention_wide", attention, _attention_wide, (
         r.device("cpu"), r.dtypes(*FLOATS), *FLASH_RULES, SAME_HEAD_DIM, POSITIVE_SCALE),
            torch=">=2.9", prior=5.0, overhead_us=10.0, variants=("bhsd",), sdpa_backend=FLASH,

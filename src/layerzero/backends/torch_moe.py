@@ -336,9 +336,7 @@ GROUPED: tuple[r.Condition, ...] = (
 
 KERNELS = (
     Kernel("torch.grouped_loop", grouped_gemm, _grouped_loop, prior=6.0, overhead_us=15.0,
-           baseline=True, graph_safe=False,
-           traceable=False,
-           note="reads the sizes on the host"),
+           baseline=True, graph_safe=False, traceable=False, note="reads the sizes on the host"),
     Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0,
            overhead_us=20.0,
            differentiable=False,
@@ -359,9 +357,7 @@ KERNELS = (
     Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0, baseline=True,
            note="on the CPU a tie among the highest takes a search over integers"),
     Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True,
-           graph_safe=False,
-           traceable=False,
-           note="reads the sizes on the host"),
+           graph_safe=False, traceable=False, note="reads the sizes on the host"),
     Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0,
            workspace="16 * rows * wide",
            note="runs every expert on every token; for torch.compile and CUDA graphs"),
@@ -374,6 +370,5 @@ KERNELS = (
     Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0,
            differentiable=False,
            requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8),
-                     r.multiple_of("inner", 8),
-                                      r.contiguous("w_gate_up"), r.contiguous("w_down"))),
+                     r.multiple_of("inner", 8), r.contiguous("w_gate_up"), r.contiguous("w_down"))),
 )

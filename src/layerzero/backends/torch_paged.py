@@ -173,8 +173,7 @@ KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,
            baseline=True, variants=("NHD",), graph_safe=False, traceable=False,
-           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,),
-           note=ON_HOST),
+           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,), note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
            variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",

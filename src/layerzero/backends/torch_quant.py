@@ -343,8 +343,7 @@ ONE_SCALE_PER_ROW: tuple[r.Condition, ...] = (
     r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
     r.one_of("group_size", 0), r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH))
 ON_CPU: tuple[r.Condition, ...] = (r.device("cpu"), r.cpu_isa("avx512f"), r.plain_tensors(),
-                                   r.contiguous("weight_q"),
-                                   r.contiguous("x"))
+                                   r.contiguous("weight_q"), r.contiguous("x"))
 
 CODES_ONLY = "reads the codes, and writes no dequantized weight"
 

@@ -327,8 +327,7 @@ CUDA_EFFICIENT: tuple[r.Condition, ...] = (
     HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
-    r.multiple_of("head_dim_v", 8),
-    r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
+    r.multiple_of("head_dim_v", 8), r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
     r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED),
     HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_DROPOUT,
     NO_SOFTCAP)
@@ -421,18 +420,16 @@ KERNELS = (
            prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN,
-           prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True,
-           note=CUDNN_PLANS),
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN, prior=20.0, overhead_us=2.0,
+           variants=BHSD, deterministic=False, deterministic_backward=False,
+           requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
            prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE),
            plans_each_size=True, note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN,
-           prior=4.5, overhead_us=20.0, variants=BHSD,
-           workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False,
-           requires=(
-               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN, prior=4.5,
+           overhead_us=20.0, variants=BHSD, workspace="2 * itemsize * elements",
+           deterministic=False, deterministic_backward=False,
+           requires=(*CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
            note=CUDNN_PLANS),
 )

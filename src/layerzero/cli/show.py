@@ -157,9 +157,8 @@ def devices(rows: Sequence[Device]) -> None:
         ", ".join(d.isa) or d.gpu_generation,
         ", ".join(f"{name} {v}"
                   for name, v in (("torch", d.torch_version), ("driver", d.driver_version),
-                                               ("runtime", d.runtime_version),
-                                  ("cuDNN", d.cudnn_version),
-                                               ("triton", d.triton_version)) if v)) for d in rows])
+                                  ("runtime", d.runtime_version), ("cuDNN", d.cudnn_version),
+                                  ("triton", d.triton_version)) if v)) for d in rows])
 
 
 def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]],

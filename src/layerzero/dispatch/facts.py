@@ -28,8 +28,7 @@ _PARAM_TYPES: dict[str, tuple[type, ...]] = {
 PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN_KINDS = ("int", "float", "str")
 _COMPARISONS = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__",
-                "__int__",
-                "__float__")
+                "__int__", "__float__")
 _dtype_names: dict[torch.dtype, str] = {}
 
 

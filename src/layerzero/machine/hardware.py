@@ -35,8 +35,7 @@ from ..spec.errors import ConfigError
 from .arm_cores import core_name
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu",
-                        "triton-xpu",
-                        "triton-windows")
+                        "triton-xpu", "triton-windows")
 
 
 def probe(kind: str, index: int = 0, table: Table = GENERATIONS) -> Device:

@@ -37,8 +37,7 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _POSITIVE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-             "beta_fast",
-             "beta_slow", "attention_factor")
+             "beta_fast", "beta_slow", "attention_factor")
 
 
 def rope_tables(

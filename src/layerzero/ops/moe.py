@@ -113,13 +113,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True},
     {"activation": "geglu"}, {"activation": "geglu_tanh"}, {"activation": "reglu"},
     {"gate_first": False}, {"index": "int32"}, {"offset": 2, "others": 4},
-    {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
-    {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True},
-    {"capacity": 2, "others": 4, "offset": 1, "top_k": 3}, {"weight_on": "input", "top_k": 1},
+    {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
+    {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
+    {"weight_on": "input", "top_k": 1},
     {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
-    {"weight_on": "input", "offset": 2, "others": 4},
-    {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9},
-    {"hidden": 64, "inner": 128},
+    {"weight_on": "input", "offset": 2, "others": 4}, {"weight_dtype": "bfloat16"},
+    {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
 )
 
 

@@ -144,13 +144,12 @@ def inputs(
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
-    {"tree": "chain", "alike": 1.0}, {"tree": "fan"},
-    {"tree": "fan", "without_replacement": True}, {"tree": "mixed", "alike": 0.95, "batch": 16},
-    {"tree": "disordered"}, {"certain": True, "batch": 16},
-    {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
-    {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"},
-    {"vocab": 5003, "batch": 2}, {"without_replacement": True, "alike": 0.9, "batch": 16},
-    {"tree": "forty", "alike": 0.95},
+    {"tree": "chain", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
+    {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
+    {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
+    {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
+    {"random": "seed"}, {"vocab": 5003, "batch": 2},
+    {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
 )
 
 STRESS: tuple[dict[str, Any], ...] = ({"vocab": 70_001, "batch": 2},)      # ids beyond 2^16

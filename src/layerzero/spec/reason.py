@@ -366,14 +366,12 @@ class Code(str, Enum):
         "LAYOUT_AMBIGUOUS", Category.CALLER, "layout='auto' cannot tell bhsd from bshd for {got}",
         "pass layout='bhsd' or layout='bshd'")
     LAYOUT_UNKNOWN = (
-        "LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}",
-        "pass one of these")
+        "LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}", "pass one of these")
     VALUE_OUT_OF_RANGE = (
         "VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}",
         "pass a value in that range")
     MISSING_METADATA = (
-        "MISSING_METADATA", Category.CALLER, "{fact} is required: {want}",
-        "pass it")
+        "MISSING_METADATA", Category.CALLER, "{fact} is required: {want}", "pass it")
     # cache, plans, data
     TOKENIZER_MISMATCH = (
         "TOKENIZER_MISMATCH", Category.DATA, "tokenizer identity must be {want}, got {got}",

@@ -41,8 +41,7 @@ _MAX_DEPTH = 16
 _TOP = {"schema": str, "library": str, "kernels": list}
 # What belongs to the code: stated for the reader, and refused where it differs.
 _FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less_work",
-          "less_work_when",
-          "sdpa_backend")
+          "less_work_when", "sdpa_backend")
 _TYPES: Mapping[str, type] = {"str": str, "bool": bool, "float": float}
 _KERNEL: Mapping[str, type] = {
     **{f.name: _TYPES[str(f.type)] for f in fields(Kernel) if str(f.type) in _TYPES

@@ -221,8 +221,7 @@ KERNELS = (
         note="without tensor cores; with many query heads for a KV head prefill_fa2 is the quicker "
              "one"),
     Kernel("flashinfer.rms_norm", rms_norm, _rms_norm, (*NORM, r.one_of("offset", 0.0, 1.0)),
-           prior=5.0,
-           overhead_us=12.0, **TESTED),
+           prior=5.0, overhead_us=12.0, **TESTED),
     Kernel("flashinfer.add_rms_norm", add_rms_norm, _add_rms_norm, (
         *NORM, r.contiguous("residual"), r.aligned("residual", 16)), prior=2.5, overhead_us=20.0,
            **TESTED,

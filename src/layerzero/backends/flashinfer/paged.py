@@ -380,11 +380,9 @@ KERNELS = (
     Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0,
            overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0,
-           overhead_us=60.0,
-           **_PLANNED),
+           overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0,
            **_PLANNED),
     Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0,
-           overhead_us=60.0,
-           **_PLANNED),
+           overhead_us=60.0, **_PLANNED),
 )

@@ -114,8 +114,7 @@ def rotate(q: Tensor, k: Tensor | None, to_q: Tensor, to_k: Tensor | None, cos: 
     launch((batch * seq, q_blocks + -(-kv_heads // block)), (
         q, other, to_q, to_other, cos, sin, cos if position_ids is None else position_ids, seq,
         cos.shape[-2], heads, kv_heads, q_blocks, *strides(q), *strides(other), *strides(to_q),
-        *strides(to_other), *table(cos), *table(sin),
-        *ids), {
+        *strides(to_other), *table(cos), *table(sin), *ids), {
         "IDS": position_ids is not None, "HALF": half, "DIM": dim, "HALF_POW": half_pow,
         "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)), "HEADS": block,
         "INTERLEAVED": style == "interleaved", "num_warps": warps})

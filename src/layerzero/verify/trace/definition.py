@@ -32,8 +32,7 @@ LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
 # a zero byte; the parser's own limits
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR",
-            "COMPILE_ERROR",
-            "TIMEOUT")
+            "COMPILE_ERROR", "TIMEOUT")
 # JSON has texts for these numbers
 NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 

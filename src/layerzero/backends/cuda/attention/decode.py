@@ -199,8 +199,7 @@ def paged(
         strides = (0 if packed else query.stride(0), query.stride(1), query.stride(0),
                    key_cache.stride(0), key_cache.stride(head), value_cache.stride(0),
                    value_cache.stride(head), 0 if packed else out.stride(0), out.stride(1),
-                   out.stride(0), 0 if packed else heads, 1, heads,
-                   block_table.stride(0))
+                   out.stride(0), 0 if packed else heads, 1, heads, block_table.stride(0))
         launch(query, key_cache, value_cache, out, lse, (batch, kv_heads, heads // kv_heads,
                                                          max_queries, pages * page, dim),
                strides, (key_cache.stride(slot), value_cache.stride(slot)), dim ** -0.5

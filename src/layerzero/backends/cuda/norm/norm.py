@@ -21,8 +21,7 @@ def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torc
     units = -(-hidden // 8)
     threads = threads or min(1024, -(-units // (1 if rows <= 2 * processors else 2) // 32) * 32)
     macros = (("BF16", int(dtype == torch.bfloat16)), ("HIDDEN", hidden), ("THREADS", threads),
-              ("ADD", int(add)),
-              ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
+              ("ADD", int(add)), ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
     run = compiler.kernel("norm/norm.cu", "rms_norm", macros, threads, 2 * 4 * threads // 32)
     return run, (min(rows, processors * (2048 // threads)), 1, 1)
 

@@ -97,8 +97,7 @@ def run_demo(device: str, seconds: float, as_json: bool) -> int:
         if not as_json:
             _introduce(diagnosis, chosen.sizes, device)
         columns = (TextColumn("{task.description:<40}", markup=False), BarColumn(),
-                   TimeElapsedColumn(),
-                   TimeRemainingColumn())
+                   TimeElapsedColumn(), TimeRemainingColumn())
         with show.progress(*columns, total=len(chosen.rows) * (len(OPS) + 1)) as update:
             rows, stopped = _measure_rows(
                 chosen, device, end, lambda description: update(description=description, advance=1))

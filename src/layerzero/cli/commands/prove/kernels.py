@@ -124,8 +124,7 @@ def _show_summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int,
     ran = [v for v in verdicts if v.status != "skipped"]
     show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [
         (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran),
-         f"{v.worst:.2f}",
-         v.diagnosis.kind if v.diagnosis else "") for v in ran],
+         f"{v.worst:.2f}", v.diagnosis.kind if v.diagnosis else "") for v in ran],
                right=("cases", "refused", "worst"))
     show.text(", ".join(f"{counts[s]} {s}" for s in _MARKS if counts[s]) or "nothing was asked")
     if interrupted:

@@ -123,8 +123,7 @@ def recognise(model: nn.Module) -> DecoderParts:
         for i, x in enumerate(layers))
     if head is not None:                       # which is called without an encoder
         read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm",
-             "norm_f")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm", "norm_f")
     ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
     latent = read_layers[0].latent is not None
     rotation, single = ("rotate_half", False) if rotary is None or latent else _rotation(layers[0])

@@ -261,8 +261,7 @@ def tiny_tokenizer(template: bool = False, pad: bool = False,
         post = {"type": "TemplateProcessing", "single": single, "pair": pair,
                 "special_tokens": special}
     padding = ({"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
-                "pad_id": ids["</s>"],
-                "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
+                "pad_id": ids["</s>"], "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                   "use_regex": True}
     return {

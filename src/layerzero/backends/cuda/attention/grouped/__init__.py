@@ -184,8 +184,7 @@ def paged_attention_shared(
     group, max_queries = heads // kv_heads, 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
     cfg = cascade_config(dim, compiler.machine_of(query.device))
     strides = key_cache.stride(slot), value_cache.stride(slot)
-    macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page),
-              ("PLANNERS", PLANNERS))
+    macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page), ("PLANNERS", PLANNERS))
     room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
                                             cascade_shared_bytes(dim, cfg), 16 + 88 * room)

@@ -79,8 +79,7 @@ class PackedWeights:
             return packed
 
     def forget(self, *tensors: Tensor) -> int:
-        """Drops what was packed from these tensors or others of their storage, or everything;
-        returns how many."""
+        """Drops what was packed from these tensors' storage, or everything; returns how many."""
         with self._packing:
             storages = [t.untyped_storage() for t in tensors]
             dropped = [key for key, e in self._entries.copy().items()

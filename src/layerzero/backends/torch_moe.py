@@ -140,8 +140,7 @@ def _gate() -> Callable[..., Any]:
 
 
 def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
-    """Returns the indices of the highest scores by torch.topk, on the CPU, if no tie leaves their
-    order open; NaN counts as a tie."""
+    """Returns the indices of the highest scores by torch.topk if no tie (or NaN) is among them."""
     if (scores.device.type != "cpu" or type(scores) not in PLAIN_TENSORS
         or not top_k < scores.shape[-1] or torch.compiler.is_compiling()):
         return None

@@ -46,8 +46,7 @@ FLASH: tuple[r.Condition, ...] = (
 
 
 def _varlen() -> Callable[..., Any]:
-    """torch.nn.attention.varlen. Later versions have a flag for grouped heads, which earlier ones
-    support without."""
+    """torch.nn.attention.varlen; later versions have a flag for grouped heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

@@ -139,8 +139,7 @@ class Source:
     scale: float = 1.0
 
     def check(self, command: str, *more: str, needed: bool = True) -> Source:
-        """Return self if one source is given that can be read; `more` are others than OP, --calls
-        and --model."""
+        """Return self if one readable source is given; `more`: options beside the usual three."""
         known = {"OP": self.op, "--calls": self.calls, "--model": self.model,
                  "--program": self.program, "--table": self.table}
         sources = [name for name, value in known.items() if value is not None]

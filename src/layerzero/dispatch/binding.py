@@ -23,8 +23,7 @@ _ORDER = ("layout", "cast", "contiguous")
 
 @dataclass(frozen=True)
 class Binding:
-    """`run` takes all the op's parameters by position. `call` is the same without a Python frame,
-    or None."""
+    """`run` takes the op's parameters by position; `call`, or None, has no Python frame."""
 
     run: Callable[..., Any]
     call: Direct | None

@@ -158,8 +158,7 @@ class Ledger:
 
 
 class _Flight:
-    """An entry that one thread makes and others wait for. An interrupt may keep that thread from
-    ending it."""
+    """An entry that one thread makes and others wait for; an interrupt may end that thread."""
 
     __slots__ = ("_frame", "_latch", "entry", "error", "owner")
 

@@ -206,8 +206,7 @@ class Dispatcher:
 
     def _select(self, world: World, facts: Mapping[str, Any],
                 override: Override | None) -> tuple[World, Plan, Kernel, Binding]:
-        """Plan, and bind the first step. A library that fails to load leaves the world, and the
-        plan is made again."""
+        """Plan, and bind the first step; again, if its library fails to load."""
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
@@ -310,8 +309,7 @@ class Dispatcher:
 
     def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                       backend: str | None = None, policy: Any = None) -> Any:
-        """Serve the call rewritten, or with its dtypes cast to fit, where policy allows that; raise
-        `error` where neither can be."""
+        """Serve the call rewritten, or cast to fit, if policy allows; else raise `error`."""
         named = dict(zip(self.names, values))
         if self.op.canonical is not None and self.op.canonical(named) is not None:
             return self.slow(values, backend, policy)
@@ -322,8 +320,7 @@ class Dispatcher:
         return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Serves a call under torch.compile or export: chooses for symbolic sizes, and runs the
-        kernel so that it is inlined."""
+        """Serves a call under torch.compile or export: chooses for symbolic sizes, inlines it."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -364,8 +361,7 @@ class Dispatcher:
     # Worlds: a new one brings a new cache, and new code where the key has changed.
 
     def install(self, world: World, force: bool = False) -> None:
-        """Take over a world. With `force`, empty the cache even if nothing of this op has
-        changed."""
+        """Take over a world. With `force`, empty the cache even if the op is unchanged."""
         version = world.version(self.op.name)
         if not force and self.world is not None and self.world.version(self.op.name) == version:
             # another op changed: the cache holds

@@ -41,8 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read(op: Op, values: Mapping[str, Any],
          needed: Collection[str] | None = None) -> dict[str, Any]:
-    """Return all facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming
-    the argument."""
+    """Return all facts of the call, or those `needed`; InvalidCall names the argument."""
     # a subclass may raise anything from any method
     with torch._C.DisableTorchFunctionSubclass():
         return _read(op, values, needed)
@@ -222,8 +221,7 @@ def has_memory(values: Collection[Any]) -> bool:
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
                facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes by name; a size named twice must agree. Adds the broadcast axes to
-    `facts`."""
+    """Return the sizes by name, which must agree; adds the broadcast axes to `facts`."""
     dims: dict[str, Any] = {}
     lead: dict[str, tuple[Any, ...]] = {}
     for name, tokens in patterns.items():
@@ -315,8 +313,7 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 
 def stride_last(t: Tensor) -> Any:
-    """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one
-    element or none."""
+    """Return the last stride; 1 also where the axis or tensor has one element or none."""
     if t.dim() == 0 or t.layout != torch.strided:
         return 1
     last = t.stride(-1)

@@ -78,8 +78,7 @@ def _memory_lines(op: Op) -> list[str]:
 
 
 def generate_stub(op: Op) -> str:
-    """Return the text of `call` as it is until the op is first used, and of `values_of`, which
-    orders arguments."""
+    """Return the text of `call` until the op is first used, and of `values_of`."""
     names = ", ".join(p.name for p in op.params)
     declared = _declaration(op)
     return "\n".join([
@@ -178,8 +177,7 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
 
 
 def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
-    """Returns the lines that return what facts.read returns for an ordinary call, from the same
-    locals as the key."""
+    """Returns the lines that return what facts.read would, from the same locals as the key."""
     op = program.op
     end = body.index("except NOT_PLAIN: break")
     in_key = {f.fact for f in program.fields if f.fact in op.derived}
@@ -220,8 +218,7 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
 
 
 def _scalar_checks(op: Op) -> list[str]:
-    """Returns the lines that check the types and ranges of plain values: True == 1, so a key alone
-    would mix them up."""
+    """Returns the lines that check types and ranges of plain values: True == 1 in a key."""
     lines = []
     for kind in ("bool", "int", "float", "str"):
         params = [p for p in op.params if p.kind == kind]

@@ -179,8 +179,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
 # the guard
 
 class Guard:
-    """A kernel whose calls are checked. After `clean_calls` good ones, the unguarded kernel
-    replaces it."""
+    """A kernel whose calls are checked, until `clean_calls` of them were good."""
 
     def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int,
                  clean_calls: int | None = 1) -> None:

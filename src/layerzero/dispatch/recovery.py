@@ -137,8 +137,7 @@ def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
 
 def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
                fault: Hung) -> SelectionTimeoutError:
-    """Return the error for a call that took too long; the breaker opens at once, so that the next
-    call cannot hang."""
+    """Return the error for a call that took too long; the breaker opens at once."""
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")

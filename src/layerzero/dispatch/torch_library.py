@@ -52,8 +52,7 @@ def check(op: Op) -> None:
 
 
 def define(op: Op) -> None:
-    """Register the op with torch. A second op of the same name must have the schema of the
-    first."""
+    """Register the op with torch; a second op of its name must have the same schema."""
     if op.read is not None:                     # an op without tensors
         return
     check(op)

@@ -73,8 +73,7 @@ _loading = threading.local()                           # .depth: how many loads 
 
 
 class Auto:
-    """Patches models as they are loaded, and reports those that were. As a context manager it makes
-    that what it was before."""
+    """Patches models as they are loaded, and reports them; as a context manager it ends that."""
 
     def __init__(self, before: bool) -> None:
         self._before = before

@@ -47,8 +47,7 @@ def installed_version(distribution: str) -> str | None:
 
 @lru_cache(maxsize=None)
 def is_importable(package: str) -> bool:
-    """Is there such a module? Only files are looked at: importlib's own search would import its
-    parent packages."""
+    """Is there such a module? Only files are looked at: importlib would import its parents."""
     top, *parts = package.split(".")
     try:
         spec = importlib.util.find_spec(top)

@@ -36,8 +36,7 @@ MAX_TEXT = 400                                 # characters of an error that are
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: ran | failed (it raised) | timeout | crashed (the process died). `value` is the
-    function's result."""
+    """`status`: ran | failed (it raised) | timeout | crashed. `value`: the function's result."""
 
     status: str
     value: Any = None

@@ -268,8 +268,7 @@ class Decoder:
         return self._layers[i]
 
     def __call__(self, tokens: Tensor, past: PastKV | None = None, *, last: bool = False) -> Tensor:
-        """Returns logits (batch, seq, vocab) of tokens (batch, seq) after those in `past`; `last`:
-        only the last."""
+        """Returns logits (batch, seq, vocab) of tokens after `past`; `last`: only the last."""
         x, positions = self.embed(tokens, past)
         for i in range(self.config.layers):
             x = self.layer(i, x, positions, past)

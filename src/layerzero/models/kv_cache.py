@@ -113,8 +113,7 @@ class KVCache:
             cache._tables.clear()
 
     def fork(self, sequence: int) -> int:
-        """Adds a copy of a sequence and returns its number. Pages are shared until one of the two
-        writes to them."""
+        """Adds a copy of a sequence and returns its number; pages are copied on write."""
         self._check_owner()
         self._get(sequence)
         forked = next(self._next)
@@ -189,8 +188,7 @@ class KVCache:
         self._write(self.value, slot_index, self._convert(values, self.value_scale))
 
     def _make_room(self, names: Sequence[int], counts: Sequence[int]) -> None:
-        """Allocates pages for the new tokens; a shared page that is written to is copied first. All
-        or nothing."""
+        """Allocates pages for the new tokens, copies shared ones first; all or nothing."""
         requests = []
         for name, count in zip(names, counts):
             s = self._get(name)

@@ -42,8 +42,7 @@ Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 
 @dataclass(frozen=True)
 class GraphKernelDisabled(HealthChanged):
-    """A kernel that a live CUDA graph was captured with has been taken out of service; the graph
-    still runs it."""
+    """A kernel that a live CUDA graph was captured with is out of service; the graph runs it."""
 
     name: ClassVar[str] = "graph_kernel_disabled"
     graph: str = ""
@@ -214,8 +213,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A capture that was tried. `graph` can be replayed, and writes `result`, if there are no
-    problems."""
+    """A capture that was tried; `graph` writes `result` in a replay, if without problems."""
 
     graph: Any = None
     result: Any = None
@@ -229,8 +227,7 @@ class Attempt:
 
 def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
             **options: Any) -> Attempt:
-    """Warm up and capture `fn`. Problems are returned, not raised; a lost device raises
-    DeviceLost."""
+    """Warm up and capture `fn`; returns problems, and raises only DeviceLost."""
     side, handled = stream or torch.cuda.Stream(), sys.exc_info()[1]
     try:
         warm_up(fn, side, warm_ups)

@@ -36,8 +36,7 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True)
 class TritonCompiled(WarmedUp):
-    """A Triton function was made ready for arguments of a new kind. `cache`: compiled, or found on
-    disk, in memory."""
+    """A Triton function is ready for new arguments; `cache`: compiled, or found on disk."""
 
     name: ClassVar[str] = "triton_compiled"
     cache: str = ""

@@ -81,8 +81,7 @@ def inputs(
     scale: float | None = None, lse: bool = False, layout: str = "bhsd", stride: str = "",
     extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case. `stride`: "transposed" storage, "padded" rows,
-    "sparse" last dim."""
+    """Returns random arguments for one case. `stride`: "transposed", "padded" or "sparse"."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:

@@ -54,8 +54,7 @@ def reference(
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
             initial_state: Tensor | None, normalize: bool) -> tuple[Tensor, ...]:
-    """Returns q (scaled), k, v, g, beta and the first state in float32 or float64; q and k for each
-    value head."""
+    """Returns q (scaled), k, v, g, beta and first state in float32 or wider, per value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, value, g, beta = (t.to(wide) for t in (q, k, v, g, beta))
     if normalize:

@@ -78,8 +78,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Rewrites inputs that are not 4-D as images: (batch, channels, product of all but the last
-    size, last size)."""
+    """Rewrites inputs that are not 4-D as images (batch, channels, all the middle, last size)."""
     x = values["x"]
     if x.dim() == 4 or x.dim() < 2:
         return None

@@ -51,8 +51,7 @@ def prepare(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor | None,
     initial_states: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float | None,
 ) -> tuple[Tensor, ...]:
-    """Returns x, dt, the log of the decay, B and C for each head, and the first state, all in
-    float32 or float64."""
+    """Returns x, dt, log decay, B and C for each head, and the first state, float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x, step, A = x.to(wide), dt.to(wide), A.to(wide)
     if dt_bias is not None:

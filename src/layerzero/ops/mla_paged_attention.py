@@ -85,8 +85,7 @@ def inputs(
     extreme: bool = False, large_pool: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: both caches are
-    views of one tensor."""
+    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: shared views."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,

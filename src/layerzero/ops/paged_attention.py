@@ -213,8 +213,7 @@ def adapt(values: dict[str, Any]) -> Adaptation | None:
 
 
 def _cache_dtype_rules(cache: str, scale: str) -> tuple[Condition, ...]:
-    """Without a scale the cache must have the query's dtype; one rule per dtype, as rules compare
-    with constants."""
+    """Without a scale the cache has the query's dtype: one rule per dtype, as for constants."""
     return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
             *(when(equals("dtype", d), any_of(present(f"{scale}.dtype"),
                                               one_of(f"{cache}.dtype", d,

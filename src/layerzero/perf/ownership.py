@@ -47,8 +47,7 @@ _open: list[File] = []                         # once for each database that is 
 
 
 def inspect(path: Path) -> FileInfo:
-    """Returns what is at `path`; raises ForeignFile if it is not ours, CorruptStore if ours has a
-    damaged header."""
+    """Returns what is at `path`; ForeignFile if not ours, CorruptStore if ours is damaged."""
     with _lock:
         return _inspect(path)
 

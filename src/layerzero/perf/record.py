@@ -108,8 +108,7 @@ class Measurement(NamedTuple):
                       / min(self.samples, MAX_TRUSTED_SAMPLES))
 
     def supersedes(self, other: Measurement) -> bool:
-        """Does this row replace `other`? Quiet before noisy, then the newer: the order of merging
-        does not matter."""
+        """Does this row replace `other`? Quiet before noisy, then newer, in any order."""
         return (self.spread <= QUIET_SPREAD, self.at) >= (other.spread <= QUIET_SPREAD, other.at)
 
 

@@ -405,8 +405,7 @@ def _memory_database() -> sqlite3.Connection:
 
 
 def real_path(path: Path) -> Path:
-    """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and
-    is refused later."""
+    """Returns the path SQLite uses for the file; a dangling link stays, and is refused later."""
     try:
         if path.is_symlink() and hasattr(os, "geteuid") and (
                 owner := path.lstat().st_uid) not in (0, os.geteuid()):

@@ -150,8 +150,7 @@ def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],
               row: Row) -> BoundKernel:
-    """Attach kernel, row, covers and checked to the function. An object in its place would cost one
-    call more."""
+    """Attach kernel, row, covers and checked to the function: an object would cost a call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(names):
             raise ConfigError(
@@ -343,8 +342,7 @@ def _op_name(node: torch.fx.Node) -> str | None:
 
 def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
           autocast: bool) -> Site:
-    """Replace the node with the bound kernel. Where that cannot be done, the node stays as it
-    is."""
+    """Replace the node with the bound kernel, or leave it where that cannot be done."""
     op, target = dispatcher.op, node.target
     arguments = list(target._schema.arguments)  # type: ignore[union-attr]
     bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}
@@ -391,8 +389,7 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
 def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step,
                  facts: Mapping[str, Any],
                  values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
-    """Add the kernel to the graph: its own function where the graph can hold all arguments, else a
-    wrapper."""
+    """Add the kernel to the graph: its own function if the graph can hold its arguments."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
     fixed = {n: v for n, v in values.items() if n not in tensors}
     call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant

@@ -375,8 +375,7 @@ def _sort_key(span: Span) -> tuple[Any, ...]:
 
 
 def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
-    """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the
-    tests tell apart."""
+    """Yield sizes between the buckets of `first` and `last`: the ends of each tested span."""
     at, end = bucket_bottom(first), bucket_top(last)
     while at <= end:
         top = bucket_top(at)

@@ -130,8 +130,7 @@ class _RowMembers(NamedTuple):
 
 @dataclass(frozen=True)
 class Row(Record):
-    """`when` must be equal, `sizes` must be within. A fact of `when` that is None must be
-    absent."""
+    """`when` must be equal (None: absent) and `sizes` within."""
 
     op: str
     when: tuple[tuple[str, Scalar], ...]
@@ -325,8 +324,7 @@ def distribution_of(kernel: Kernel) -> str:
 
 
 def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
-    """Show an end of a span. An end next to a round float is shown as that float in parentheses:
-    excluded."""
+    """Show an end of a span; one next to a round float as that float in parentheses."""
     if end is None:
         return "..."
     return f"({beyond(end)})" if len(repr(beyond(end))) < len(repr(end)) - 4 else str(end)

@@ -289,8 +289,7 @@ def _own_world() -> Iterator[None]:
 
 @contextmanager
 def _counting(tally: Tally) -> Iterator[None]:
-    """Events are counted by their kind: a soak in which nothing was learned or fell back tested
-    less than it says."""
+    """Counts events by kind: a soak in which nothing was learned or fell back tested less."""
     stop = events.subscribe(lambda event: tally.add(f"event {type(event).__name__}"))
     try:
         yield

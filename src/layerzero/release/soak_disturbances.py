@@ -39,8 +39,7 @@ FORK_SECONDS = 60.0
 
 
 class Disturbances:
-    """Everything that is not a call. `do(i)` does the i-th of a cycle; `quiet()` takes policy back
-    to what it was."""
+    """Everything that is not a call: `do(i)` does the i-th, `quiet()` restores the policy."""
 
     def __init__(self, cases: Sequence[Case], tally: Tally, device: str, rate: float = 0.02,
                  forks: bool = True, seed: int = 0) -> None:

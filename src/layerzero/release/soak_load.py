@@ -151,8 +151,7 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
 
 
 def call_new_size(rng: random.Random, tally: Tally) -> None:
-    """Calls with a size that hardly came before, so that choices are made, remembered and
-    forgotten all the time."""
+    """Calls of rare sizes, so that choices are made, remembered and forgotten all the time."""
     x = torch.randn(rng.randrange(1, 9), rng.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:

@@ -222,8 +222,7 @@ STAGES: Mapping[str, GateStage] = {
 
 
 def run_stage(name: str, options: GateOptions) -> Iterator[Checked]:
-    """Yield the checks of a stage as they are done, with their times. An exception in a stage is a
-    finding."""
+    """Yield the checks of a stage as they are done, timed; an exception is a finding."""
     started = time.perf_counter()
     try:
         for checked in STAGES[name].run(options):

@@ -176,8 +176,7 @@ def _fitted(
     kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
     context: SelectionContext, largest: dict[str, Any],
 ) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """Returns the reasons against the transforms that a kernel needs, these transforms, and its
-    workspace in bytes."""
+    """Returns reasons against a kernel's transforms, these transforms, and its workspace."""
     policy = context.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []

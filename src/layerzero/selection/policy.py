@@ -420,8 +420,7 @@ class Policy(Record, json="hash layers"):
         return None
 
     def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
-        """Returns why policy forbids the kernel for this call, or None. Lock beats deny beats allow
-        in a layer."""
+        """Returns why policy forbids the kernel, or None: lock beats deny beats allow."""
         locks_count = True
         for view in self._views(op):
             lock = next((r for r in view.lock if r.holds(facts)), None) if locks_count else None

@@ -69,8 +69,7 @@ def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool 
 
 
 class Contest:
-    """The contest for one call with its tensors. Everything must run in the gradient mode of the
-    call."""
+    """The contest for one call with its tensors, in the gradient mode of the call."""
 
     def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...],
                  facts: Mapping[str, Any], watch: Watch, compile: bool = True,
@@ -245,8 +244,7 @@ class Contest:
         return (us + score.transform_us) / score.boost
 
     def verdict(self, rates: Mapping[str, Rates]) -> Tuned:
-        """Return which kernel is fastest, and the measurements to record. `rates`, by place, were
-        measured just now."""
+        """Return which kernel is fastest, and the measurements to record with new `rates`."""
         costs, override = self.costs(), context.current.get()
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin

@@ -174,8 +174,7 @@ class GraphWatch:
 
 
 def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
-    """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last
-    cache overwritten."""
+    """Return the watch for calls in this mode; `cold`: the last cache is overwritten before."""
     if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
     if device == "cuda" and cold:
@@ -210,8 +209,7 @@ def _cache_size(file: Path) -> int:
 
 @dataclass(frozen=True)
 class TimingSummary:
-    """Statistics in microseconds. Mean, variance, p10 and p90 leave outliers out; median, p95 and
-    p99 do not."""
+    """Statistics in microseconds; mean, variance, p10 and p90 leave outliers out."""
 
     median: float
     mean: float

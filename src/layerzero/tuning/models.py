@@ -197,8 +197,7 @@ def _scale(model: Model, scale: float) -> Model:
 
 
 class _Step:
-    """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to
-    `seen` in all."""
+    """Collects the calls of one step: `tokens` new ones per row, which attend to `seen`."""
 
     def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
@@ -224,8 +223,7 @@ class _Step:
         return TensorSpec(shape, dtype, values=tuple(values))
 
     def heads(self, heads: int, tokens: int, dim: int, transposed: bool) -> TensorSpec:
-        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch,
-        tokens, heads, dim)."""
+        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's output."""
         shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim,
                                                             1)
         return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1
@@ -273,8 +271,7 @@ class _Step:
     def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *,
                   value_dim: int = 0, causal: bool = False, window: int = 0,
                   mask: TensorSpec | None = None) -> None:
-        """Add attention. Rope leaves queries and keys contiguous; a projection leaves its outputs
-        transposed."""
+        """Add attention: rope leaves q and k contiguous, a projection leaves them transposed."""
         m, rotated = self.model, bool(self.model.rope)
         cached = self.decoding
         if window and seen > window and cached:

@@ -48,8 +48,7 @@ Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one num
 # statistics
 
 def ratio(rounds: Rounds, over: str, of: str, part: Sequence[int] | None = None) -> float:
-    """Return how many times as long `over` takes as `of`: the median of the ratios within each
-    round of the part."""
+    """Return how many times as long `over` takes as `of`: the median ratio of the rounds."""
     part = range(len(rounds[of])) if part is None else part
     return statistics.median([rounds[over][i] / rounds[of][i] for i in part])
 

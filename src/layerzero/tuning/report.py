@@ -35,8 +35,7 @@ class TimedKernel:
 class Tuned(Record,
             json="call label sizes family mode best chosen before sure tied baseline gain roofline "
                          "kernels no_time_for failed rejected"):
-    """The result for one kind of call. `best` is the fastest; of ties, the one that selection
-    prefers."""
+    """The result for one kind of call; `best` is the fastest, or of ties the preferred."""
 
     call: Call
     sizes: str

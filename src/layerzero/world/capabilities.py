@@ -108,8 +108,7 @@ def load(path: str | os.PathLike[str], catalog: Catalog | None = None) -> dict[s
 
 
 def validate(data: Any, catalog: Catalog | None = None) -> None:
-    """Raises DataError with every problem and its place unless `data` fits the catalog (default:
-    the current one)."""
+    """Raises DataError with every problem unless `data` fits the catalog (default: current)."""
     problems = list(_problems(data, catalog or worlds.current().catalog))
     if problems:
         lines = [f"  {problem.message}" for problem in problems[:MAX_SHOWN]]

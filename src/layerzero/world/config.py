@@ -165,8 +165,7 @@ class FileStamp:
 def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None,
                       old_layer: Layer | None, ops: OpFacts | None = None) -> tuple[
                           FileStamp | None, Layer | None, ConfigError | None]:
-    """Returns the file's stamp and layer now. A broken or missing file keeps the old layer, with
-    the error once."""
+    """Returns the file's stamp and layer; a broken file keeps the old layer, with one error."""
     new_stamp = FileStamp.of(path)             # before reading: a write in between shows next time
     if new_stamp == stamp:
         return stamp, old_layer, None

@@ -184,8 +184,7 @@ def _write_log(event: Event, key: tuple[str, str, str], level: int) -> None:
 
 
 def _count_suppressed(key: tuple[str, str, str]) -> int | None:
-    """Returns how many such lines were suppressed before this one; None if it is suppressed too.
-    Approximate."""
+    """Returns how many such lines were suppressed before, about; None if this one is too."""
     now = time.monotonic()
     line = _lines.get(key)
     if line is None:

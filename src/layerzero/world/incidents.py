@@ -49,8 +49,7 @@ MAX_REFUSALS = 512                             # kinds of calls per kernel; the 
 
 
 class MemoryShortage:
-    """Counts how often a kernel ran out of memory for one kind of call, and until when it is left
-    out for it."""
+    """How often a kernel ran out of memory for one kind of call, and until when it is left out."""
 
     def __init__(self) -> None:
         self.faults = health.Faults()
@@ -62,8 +61,7 @@ class ProbeBusy(RuntimeError):
 
 
 def loaded(kernel: Kernel) -> Any:
-    """Returns the loaded kernel. It is loaded once; other kernels can load meanwhile, as it may
-    take minutes."""
+    """Returns the kernel, loaded once; others can load meanwhile, as it may take minutes."""
     entry = _loaded.get(kernel.id)
     if entry is None or entry[0] is not kernel:
         with _loading.setdefault(kernel.id, locks.Lock()):
@@ -152,8 +150,7 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
 
 def change_health(group: str,
                   change: Callable[[health.Health | None], health.Health | None]) -> None:
-    """Replaces the breaker of `group` by `change(breaker)` atomically. Only the ops of its kernels
-    select again."""
+    """Replaces the breaker of `group` atomically; only the ops of its kernels select again."""
     if group.partition(".")[0] == "reference":
         return                                 # the fallback of all others is never disabled
     before = after = None

@@ -67,8 +67,7 @@ _retry: threading.Timer | None = None
 
 
 def store(read_only: bool = False) -> Store:
-    """Opens the store of the current setting; the caller closes it. It is created if missing,
-    unless `read_only`."""
+    """Opens the store of the current setting, which is created unless `read_only`."""
     target = location(worlds.current().policy)
     if target is None:
         raise ConfigError(
@@ -258,8 +257,7 @@ def _write_failed(name: str, error: Exception, action: str = "") -> StoreTrouble
 
 
 def _set_aside(target: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
-    """Sets a damaged file aside and begins a new one. Returns what was done, and whether there is a
-    new one."""
+    """Sets a damaged file aside and begins a new one; returns what was done, and if it worked."""
     # as in `open_location`: there is a file, so SQLite is loaded
     from ..perf.store import real_path, set_aside
     assert isinstance(target, Path)            # a server raises StoreError

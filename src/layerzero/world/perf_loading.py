@@ -43,8 +43,7 @@ RETRY_SECONDS = 60.0                           # until a store that failed is tr
 
 @dataclass
 class StoreState:
-    """The knowledge of this process about its store. Each value is replaced as a whole, so reading
-    takes no lock."""
+    """What this process knows of its store; values are replaced whole, read without a lock."""
 
     reading: StoreTrouble | None = None        # the last failure to read, until reading works
     writing: StoreTrouble | None = None        # the same for writing
@@ -108,8 +107,7 @@ def without_password(address: Path | str) -> str:
 
 
 def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """Returns the measurements of these kernels in their present builds, stored and unsaved, and
-    what went wrong."""
+    """Returns the measurements of these kernels' present builds, unsaved too, and problems."""
     days = policy.setting("perfdb_ttl")
     since = state.now() - days * DAY if days else 0.0
     view, trouble = _read(policy, kernels, since)
@@ -146,8 +144,7 @@ def _read(policy: Policy, kernels: Sequence[Kernel],
 
 
 class DamagedRows:
-    """Called when a view meets damage: while it is loaded, or later during a selection, which goes
-    on without those rows."""
+    """Called when a view meets damage, on loading or in a selection, which goes on without it."""
 
     def __init__(self, target: Path | str) -> None:
         self.target = target

@@ -215,8 +215,7 @@ class World:
 
     @property
     def next_deadline(self) -> float | None:
-        """Returns when something changes with time: a policy expires, a breaker cools, caches
-        expire, a file is due."""
+        """Returns when time changes something: a policy, a breaker, a cache or a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
         times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_check(),
                  min(self.refused_until.values(), default=None),

@@ -133,8 +133,7 @@ class ActiveTable:
 
     def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any],
                       context: SelectionContext, named: bool) -> tuple[Step, ...]:
-        """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
-        change without drift."""
+        """Returns the steps that can serve now: health, loading and memory change without drift."""
         viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, context, named)
         return tuple(s for s in steps if s.kernel in viable
                      and not demands.refuses(viable[s.kernel])

@@ -36,8 +36,7 @@ def driver() -> Any:
 
 
 def parameter_sizes(function: int) -> tuple[int, ...] | None:
-    """Returns the bytes of each parameter of a loaded function; None if the driver (before CUDA
-    12.4) cannot tell."""
+    """Returns the bytes of each parameter of a loaded function; None before CUDA 12.4."""
     get_info = getattr(driver(), "cuFuncGetParamInfo", None)
     if get_info is None:
         return None

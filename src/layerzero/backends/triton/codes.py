@@ -48,8 +48,7 @@ def quantize_kernel(
     SHARED: tl.constexpr, SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr,
     ROWS_POW: tl.constexpr,
 ):
-    """Quantizes blocks of SIZE columns and ROWS rows, or one scale per row. Grid: blocks of rows,
-    groups, batch."""
+    """Quantizes blocks of SIZE columns and ROWS rows, or rows. Grid: row blocks, groups, batch."""
     group, block, batch = tl.program_id(1), tl.program_id(0), tl.program_id(2).to(tl.int64)
     inner = tl.arange(0, ROWS_POW)
     row = (block * ROWS + inner).to(tl.int64)

@@ -89,8 +89,7 @@ def one_row_kernel(
     GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Multiply by weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for
-    the whole row."""
+    """Multiply by weights of floats or one-byte codes. GROUP: inputs per scale, 0 for the row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end are clamped, and not stored
     source = tl.minimum(row, n - 1).to(tl.int64)
@@ -130,8 +129,7 @@ def _load_int4(
     w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """Loads the words (rows, quads, 4) from `first` on, and scale and zero of each quad: its 32
-    codes share a group."""
+    """Loads the words (rows, quads, 4) from `first` on, and each quad's scale and zero."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     quad = tl.arange(0, QUADS)

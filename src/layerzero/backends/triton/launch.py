@@ -177,8 +177,7 @@ class Launcher:
                       compiled)
 
     def _reader(self, types: tuple[type, ...]) -> Callable[..., Any] | None:
-        """Generates a function of the arguments that returns (what their specialization depends on,
-        what to pass)."""
+        """Generates a function of the arguments: (what specialization reads, what to pass)."""
         if len(types) != self._runtime:
             return None
         names = [f"a{i}" for i in range(len(types))]
@@ -245,8 +244,7 @@ def _has_hooks() -> bool:
 
 
 def hook_lists(fn: Any) -> tuple[list[Any], ...]:
-    """Returns the lists of launch hooks, to be checked in a replay; () before Triton 3.5, where
-    hooks are not lists."""
+    """Returns the lists of launch hooks, to be checked in a replay; () before Triton 3.5."""
     chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     lists = [*(getattr(chain, "calls", None) for chain in chains), fn.pre_run_hooks]
     usable = tuple(hooks for hooks in lists if type(hooks) is list)

@@ -250,8 +250,7 @@ def request(
     dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any],
     values: tuple[Any, ...]
 ) -> None:
-    """Queue a compile for calls like this one, at most once for each kind and form. Returns at
-    once."""
+    """Queue a compile for calls like this one, once for each kind and form; returns at once."""
     warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
     waiting = 0

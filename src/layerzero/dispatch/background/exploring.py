@@ -121,8 +121,7 @@ class TimedCall(NamedTuple):
 
 
 class LearnedKind:
-    """One kind of call that is being learned. Nobody waits for `lock`: a call that cannot take it
-    is not timed."""
+    """One kind of call that is being learned. A call that cannot take `lock` is not timed."""
 
     def __init__(self, key: Key, op: Op, plan: Plan, default: str,
                  on_settled: Callable[[LearnedKind], None]) -> None:
@@ -152,8 +151,7 @@ class LearnedKind:
         return us / step.score.boost
 
     def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
-        """Return which kernel serves this call and is timed; None: `serving` does, untimed. The
-        lock is held."""
+        """Return which kernel serves this call, timed; None: `serving`. The lock is held."""
         account.tick(began)
         self.collect()
         trial, ticket = self.trial, None
@@ -283,8 +281,7 @@ class Candidate(NamedTuple):
 
 
 class Exploring:
-    """The function that an entry runs while its kind is learned. `candidates` grows as their
-    kernels are loaded."""
+    """The function that an entry runs while its kind is learned; `candidates` grows on loading."""
 
     def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan,
                  run_plain: Callable[..., Any], base: Candidate) -> None:

@@ -28,8 +28,7 @@ Origin = tuple[int, int, int]                   # source, index, offset in bytes
 
 
 def record_calls(run: Callable[..., Any], recordings: Any) -> Callable[..., Any]:
-    """Wrap `run`, which takes the op's parameters in order: adds the calls that can be replayed to
-    `recordings`."""
+    """Wrap `run`: calls that can be replayed are added to `recordings`."""
 
     def call(*values: Any) -> Any:
         if not recordings.is_worth_recording(*values) or _get_current_dispatch_mode() is not None:
@@ -97,8 +96,7 @@ class LaunchRecorder(TorchDispatchMode):
     # for launch.h
 
     def finish(self, out: Any) -> tuple[Any, ...] | None:
-        """Return the arguments of Recordings.add; None if the call cannot be replayed, and
-        `problem` says why."""
+        """Return the arguments of Recordings.add; None, with a `problem`, if not replayable."""
         if not self.launches:
             self.refuse("nothing was launched")
         results = out if type(out) is tuple else (out,)

@@ -99,8 +99,7 @@ def init(mode: str = "inference", group: Any = None, *, timeout: float = 300.0,
 
 
 def _bare(world: World) -> World:
-    """Return the world without what ranks agreed on, and without the rules they were given then:
-    neither tells ranks apart."""
+    """Return the world without what ranks agreed on and its rules: neither tells ranks apart."""
     _, base = layers_of(world)
     table = world.table and (None if base is None else replace(world.table, table=base))
     return replace(world, table=table, policy=_without_rules(world))

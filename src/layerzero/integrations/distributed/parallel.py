@@ -74,8 +74,7 @@ def _tree(terms: Sequence[Tensor]) -> Tensor:
 
 
 class _Share(torch.autograd.Function):
-    """A replicated input, once for each piece; the gradients of all pieces of all ranks add up in
-    the one tree."""
+    """A replicated input, once for each piece; all pieces' gradients add up in one tree."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place) -> tuple[Tensor, ...]:

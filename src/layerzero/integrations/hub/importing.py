@@ -39,8 +39,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 def import_build(build: Path, dependencies: dict[str, Path],
                  backend: str | None = None) -> ModuleType:
-    """Import the module in `build`, a private copy; once per process. `dependencies` are builds
-    imported before, by `dependency_key`."""
+    """Import the module in `build`, a private copy, once; `dependencies` were imported before."""
     with _importing:
         loaded = _loaded_module(build)
         if loaded is not None:

@@ -70,8 +70,7 @@ def attention_forward(
 
 
 def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
-    weights, or dropout."""
+    """Returns eager attention as lz computes it; `stock` serves who wants weights or dropout."""
     parameters = eager_parameters(stock)
 
     @functools.wraps(stock)

@@ -22,8 +22,7 @@ _VALUES = "_layerzero_values"
 
 
 class Pattern(NamedTuple):
-    """The pattern of a mask: keys [first, last) are seen, the last query on the last of them;
-    windows as lz.attention's."""
+    """The pattern of a mask: keys [first, last) are seen, the last query on the last of them."""
 
     first: int
     last: int
@@ -127,16 +126,14 @@ def _is_full(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
 
 
 def _tracing(arguments: dict[str, Any]) -> bool:
-    """Returns whether values cannot be looked at: then the mask is computed in the graph, as
-    transformers does it."""
+    """Returns whether values cannot be read: then the graph computes the mask."""
     offset = arguments["q_offset"]
     return masking_utils.is_tracing(arguments["attention_mask"]) or (
         isinstance(offset, Tensor) and masking_utils.is_tracing(offset))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
-    """Returns what a mask function is made of: the code of it and of those it calls, and the values
-    they hold."""
+    """Returns what a mask function is made of: its code, its callees' code, their values."""
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)

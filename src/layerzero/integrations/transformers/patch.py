@@ -61,8 +61,7 @@ class _Owned:
 
 @dataclass
 class Changes:
-    """Records what lz.patch did to modules: the class that each one had, and those that got a
-    configuration of their own."""
+    """Records what lz.patch did: the class that each module had, and new configurations."""
 
     classes: dict[nn.Module, type] = field(default_factory=dict)
     configs: list[nn.Module] = field(default_factory=list)
@@ -89,8 +88,7 @@ class Changes:
         self.configs.append(module)
 
     def undo(self) -> int:
-        """Makes the modules what they were; returns how many changed. What was undone since is
-        skipped."""
+        """Makes the modules what they were, unless already undone; returns how many changed."""
         undone, weights, hidden = set(), [], []
         for module, before in self.classes.items():
             recipe = recipe_of(module)
@@ -150,8 +148,7 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
           skip: Iterable[str] = ()) -> tuple[
         PatchReport, Changes]:
-    """lz.patch, and what it changed: undoing that leaves what was patched before. All of it is
-    done, or nothing."""
+    """lz.patch, all or nothing, and what it changed, to be undone."""
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()

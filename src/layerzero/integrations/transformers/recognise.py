@@ -387,8 +387,7 @@ class _WithoutHooks(nn.Module):
 
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's own matrices, and random vectors: those of a fresh model are all ones or
-    zeros, which tell nothing."""
+    """Yields the module's matrices, and random vectors: a fresh model's tell nothing."""
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
         low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
                      else (0.0, 0.0))

@@ -36,8 +36,7 @@ _classes: WeakValueDictionary[tuple[type, Recipe], type] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Recipe:
-    """The computation of a module, in lz's words. It says everything that is needed to make the
-    class again."""
+    """The computation of a module, in lz's words: all that is needed to make the class again."""
 
     kind: str                                  # one of KINDS
     op: str

@@ -75,8 +75,7 @@ def rebuild(shared: Mapping[str, Any]) -> Tensor:
 
 
 class Stage:
-    """Memory of a GPU for one call at a time, and two events that both processes know: the inputs
-    are there, the result is."""
+    """Memory of a GPU for one call at a time, and two shared events: inputs ready, result ready."""
 
     def __init__(self, memory: Tensor, handles: Sequence[str] = ()) -> None:
         self.memory, self.size = memory, memory.numel()

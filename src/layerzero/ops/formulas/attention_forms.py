@@ -231,8 +231,7 @@ def _on_storage(t: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Returns the layout by the shapes, or by the strides with a warning; raises InvalidCall if
-    neither decides."""
+    """Returns the layout by shapes, or by strides with a warning; InvalidCall if neither tells."""
     for name, t in zip(QKV, (query, key, value)):
         if t.dim() != 4:
             raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))

@@ -62,8 +62,7 @@ def position_terms(
     seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int,
     window_right: int, alibi_slopes: Tensor | None, device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k),
-    or None for either."""
+    """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys, or None."""
     if not is_causal and window_left < 0 and window_right < 0 and alibi_slopes is None:
         return None, None
     offset = seq_k - seq_q if causal_align == "bottom_right" else 0
@@ -80,8 +79,7 @@ def position_terms(
 
 
 def empty_result(query: Tensor, head_dim_v: int, return_lse: bool) -> Any:
-    """Returns empty tensors like the attention of packed queries (tokens, heads, head_dim), with
-    the log-sum-exp if asked for."""
+    """Returns empty tensors like the attention of packed queries, with lse if asked for."""
     out = query.new_empty((*query.shape[:2], head_dim_v))
     wide = torch.promote_types(query.dtype, torch.float32)
     return (out, query.new_empty(query.shape[:2], dtype=wide)) if return_lse else out

@@ -37,8 +37,7 @@ def route(
     logits: Tensor, top_k: int, scoring: str, normalize: bool, n_group: int, topk_group: int,
     bias: Tensor | None, routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each token, best first, and their weights; of equal scores the lower
-    index wins."""
+    """Returns the experts of each token, best first, and weights; ties go to the lower index."""
     scores = score_experts(logits, scoring)
     choice = scores if bias is None else scores + bias.float()
     if n_group > 1:

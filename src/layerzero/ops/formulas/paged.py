@@ -155,8 +155,7 @@ def gather_pages(cache: Tensor, row: Tensor, length: int) -> Tensor:
 
 
 def group_heads(q: Tensor, kv_heads: int) -> Tensor:
-    """Returns (tokens, heads, dim) as (kv_heads, group, tokens, dim), so that KV heads are a batch
-    for torch."""
+    """Returns (tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads are a batch."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 

@@ -17,8 +17,7 @@ STYLES = ("rotate_half", "interleaved")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """Rotates the first 2 * cos.shape[-1] elements of each row of `x`; cos and sin broadcast over
-    the heads."""
+    """Rotates the first 2 * cos.shape[-1] elements of rows; cos and sin broadcast over heads."""
     half = cos.shape[-1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if style == "interleaved":
@@ -32,8 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str,
                   dtype: torch.dtype) -> Tensor:
-    """Returns the rows of `table` for the tokens, in at least float32, with an axis of size 1 for
-    the heads."""
+    """Returns the tokens' rows of `table`, float32 or wider, with an axis for the heads."""
     rows = table if position_ids is None else torch.nn.functional.embedding(position_ids, table)
     return rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3 if layout == "bhsd"
                                                                         else -2)
@@ -61,8 +59,7 @@ def ntk_frequencies(dim: int, base: float, factor: float) -> Tensor:
 
 def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int,
                             seq_len: int) -> Tensor:
-    """Returns NTK-aware frequencies with the factor for `seq_len`; unscaled up to the original
-    length."""
+    """Returns NTK-aware frequencies for `seq_len`; unscaled up to the original length."""
     seq_len = max(seq_len, original)
     return ntk_frequencies(dim, base, (factor * seq_len / original) - (factor - 1))
 
@@ -97,8 +94,7 @@ def yarn_attention_factor(factor: float, mscale: float | None,
 
 def llama3_frequencies(dim: int, base: float, factor: float, original: int, low_freq_factor: float,
                        high_freq_factor: float) -> Tensor:
-    """Returns Llama 3 frequencies: long wavelengths are interpolated, short ones kept, those
-    between blended."""
+    """Returns Llama 3 frequencies: long wavelengths interpolated, short kept, others blended."""
     plain = frequencies(dim, base)
     wavelength = 2 * math.pi / plain
     is_long, is_short = (wavelength > original / low_freq_factor,

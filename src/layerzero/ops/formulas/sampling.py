@@ -193,8 +193,7 @@ def penalize(x: Tensor, seen: Tensor, counts: Tensor, penalties: Penalties) -> T
 
 
 def count_tokens(history: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Returns (batch, vocab), the count of each token in the history; ids outside the vocabulary
-    are padding."""
+    """Returns (batch, vocab), each token's count in the history; ids outside are padding."""
     counts = torch.zeros((history.shape[0], vocab + 1), dtype=dtype, device=history.device)
     return counts.scatter_add_(1, token_columns(history, vocab),
                                torch.ones_like(history, dtype=dtype))[:, :vocab]
@@ -212,8 +211,7 @@ def scalar_or_column(scalar: float, rows: Tensor | None) -> Number:
 
 def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
                  min_p: float = 0.0, from_probs: bool = False) -> Tensor:
-    """Returns (batch, vocab), the probabilities that lz.sample draws from, at least float32; zeros
-    if none is possible."""
+    """Returns (batch, vocab), the probabilities lz.sample draws from; zeros if none is possible."""
     scores = rank_scores(logits, temperature, None, from_probs)
     filters = make_filters(scores.shape[-1], temperature, top_k, top_p, min_p, None, None, None,
                            None, scores.dtype)
@@ -244,8 +242,7 @@ def clean_probs(probs: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def residual_weights(target: Tensor, draft: Tensor) -> Tensor:
-    """Returns max(target - draft, 0), the target after a rejection; the target itself if rounding
-    leaves nothing."""
+    """Returns max(target - draft, 0), the target after a rejection; the target if that is 0."""
     left = (target - draft).clamp(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 

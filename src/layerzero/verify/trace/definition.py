@@ -150,8 +150,7 @@ class Definition(Record,
         return tuple(known[axis] for axis in spec.shape or ())
 
     def sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """What the variable axes are in these inputs; DataError where two tensors disagree or one
-        does not fit."""
+        """What the variable axes are in these inputs; DataError where tensors disagree."""
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
             if spec.shape is None or name not in inputs:
@@ -361,8 +360,7 @@ class Performance(Record, json="latency_ms reference_latency_ms speedup_factor",
 
 @dataclass(frozen=True)
 class Evaluation(Record, lenient=True):
-    """What came of a run. `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance`
-    for PASSED alone."""
+    """What came of a run: `correctness` if it gave numbers, `performance` if PASSED."""
 
     status: Annotated[str, one_of(STATUSES)]
     environment: Environment

@@ -65,8 +65,7 @@ class _Plan:
 def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None,
              seed: int = 0, device: str = "cpu",
              workload: Workload | None = None) -> dict[str, Any]:
-    """Generate every input. `axes` fixes some variable axes; a workload fixes all and may have
-    tensors of its own."""
+    """Generate every input; `axes` fixes some variable axes, a workload fixes all."""
     if size not in SIZES:
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
@@ -90,8 +89,7 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
 
 
 def _workload_inputs(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """Return the inputs that the workload itself gives. A stored tensor whose file is absent is
-    generated instead."""
+    """Return the inputs that the workload gives; a missing tensor file is generated."""
     inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items()
                               if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)
@@ -367,8 +365,7 @@ class _Maker:
         return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
 
     def _distinct(self, shape: tuple[int, ...]) -> Tensor:
-        """Rows without equal values, also when rounded: which of two equal ones is greater is
-        nobody's contract."""
+        """Rows without equal values, also when rounded: the order of equals is undefined."""
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]

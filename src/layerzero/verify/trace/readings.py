@@ -22,8 +22,7 @@ class Unmapped(DataError):
 
 
 class Parts:
-    """The inputs and outputs of a definition, taken one by one. An input that is left over is not
-    understood."""
+    """The inputs and outputs of a definition, taken one by one; none may be left over."""
 
     def __init__(self, definition: Definition, op: str) -> None:
         self.definition, self.op = definition, op
@@ -104,15 +103,13 @@ def text_of(definition: Definition) -> str:
 
 
 def lse_bases(definition: Definition) -> tuple[str, ...]:
-    """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as
-    FlashInfer does."""
+    """Return the bases of the log-sum-exp, likelier first: 2 if the text takes log2."""
     binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
     return ("2", "e") if binary else ("e", "2")
 
 
 def is_causal(definition: Definition) -> tuple[bool, ...]:
-    """Return whether attention is causal, the likelier answer first: by the word, or by a mask in
-    the reference."""
+    """Return whether attention is causal, likelier first: by its name, or the reference's mask."""
     text = text_of(definition)
     if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
         return False, True

@@ -96,8 +96,7 @@ def _plain(value: Any) -> bool:
 
 def write(folder: str | Path, reports: Iterable[DefinitionReport],
           device: str = "cpu") -> list[Path]:
-    """Append the traces of these reports to a dataset, with their definitions and solutions where
-    it lacks them."""
+    """Append the traces of these reports to a dataset, with the definitions it lacks."""
     root, written = Path(folder), []
     for report in reports:
         trace = trace_of(report, device)

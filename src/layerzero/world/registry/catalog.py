@@ -86,8 +86,7 @@ class Catalog:
         return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
 
     def without(self, name: str) -> Catalog:
-        """Returns the catalog without `name`: an op with its kernels, a kernel, a backend, or
-        everything of a plugin."""
+        """Returns the catalog without `name`: an op, a kernel, a backend, or a whole plugin."""
         ops = {name} & self.ops.keys()
         removed = {k.id for k in self.kernels if name in (k.id, k.op.name)}
         if not removed and not ops:
@@ -161,8 +160,7 @@ def plugin_policy(catalog: Catalog, again: bool = False) -> tuple[Layer | None, 
 
 
 def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
-    """Yields the entry points of a group with their origin, except those for other releases of
-    LayerZero."""
+    """Yields the entry points of a group with their origin, for this release of LayerZero."""
     installed = getattr(importlib.import_module("layerzero"), "__version__", "")
     for entry in importlib.metadata.entry_points(group=group):
         origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name

@@ -85,8 +85,7 @@ class Shape(NamedTuple):
         return most
 
     def lines(self, cfg: Config) -> tuple[int, int, int]:
-        """Returns the pieces of a row of scales and of zeros, and the number of tiles whose pieces
-        are kept."""
+        """Returns the pieces of a row of scales and of zeros, and how many tiles' are kept."""
         shortest = self.blocks // cfg.split // cfg.parts
         return (self.pieces(cfg, self.scale_size) if self.group else 0, self.pieces(cfg, 1)
                 if self.zeros else 0,

@@ -1,5 +1,4 @@
-"""Launches planes.cu for gemv.py: one row of x times int4 weights in groups of multiples of 128
-inputs or whole rows."""
+"""Launches planes.cu for gemv.py: one row of x times int4 weights in groups of n * 128 inputs."""
 
 from __future__ import annotations
 

@@ -174,8 +174,7 @@ def dense(
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
     layout: str = "bhsd", chosen: Config | None = None, programs: float = 1.0, fixed: bool = False,
 ) -> Any:
-    """`chosen` overrides the configuration, for benchmarks; `fixed`: it depends neither on the
-    batch nor on the number of heads."""
+    """`chosen`: a configuration, for benchmarks; `fixed`: it depends on neither batch nor heads."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]

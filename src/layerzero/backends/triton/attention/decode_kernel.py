@@ -36,8 +36,7 @@ def _tile(
     DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Processes the keys from `first` on: one step of the online softmax in base 2. MASKED: some
-    are past `end`."""
+    """One step of the online softmax in base 2 from key `first` on. MASKED: some are past `end`."""
     key = first + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE > 0:

@@ -21,8 +21,7 @@ PLAIN, SEGMENTS, LOOKUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def load_rows(ptr, row_stride, first, end, shift, k_start, chunk_ptr, length, column,
               COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDRESS: tl.constexpr,
               MASKED: tl.constexpr):
-    """Loads the keys or values `first` to `end` of an item; key j is row shift + j, or with LOOKUP
-    where its chunk says."""
+    """Loads keys or values `first` to `end` of an item: key j is row shift + j, or by its chunk."""
     near = tl.arange(0, BLOCK)
     inside = first + near < end
     if ADDRESS == LOOKUP:

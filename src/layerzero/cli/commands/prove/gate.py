@@ -1,6 +1,4 @@
-"""`lz gate`: one verdict on a release, from declarations, models, contracts, files, speed, a soak
-and readiness.
-"""
+"""`lz gate`: one verdict on a release: declarations, models, contracts, files, speed, soak."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`lz verify models` and `lz verify peer`: a layer, stages, logits and training, against plain
-torch or transformers.
-"""
+"""`lz verify models` and `lz verify peer`: layer to training, against torch or transformers."""
 
 from __future__ import annotations
 

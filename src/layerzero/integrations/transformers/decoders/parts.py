@@ -52,8 +52,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """A feed-forward part that the model's own code computes; `first`: it returns a tuple, and its
-    result is the first of it."""
+    """A feed-forward part that the model's own code computes; `first`: of the tuple it returns."""
 
     module: Any
     first: bool = False
@@ -61,8 +60,7 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: `top_k` of many feed-forward layers for each token, and maybe a shared
-    one for all tokens."""
+    """A mixture of experts: `top_k` of many for each token, and maybe one shared by all."""
 
     router: Tensor
     top_k: int

@@ -127,8 +127,7 @@ class Reader:
                           float(attention.scaling))
 
     def stacked(self, block: Any) -> LayerParts:
-        """Returns a layer of T5: attention, cross-attention and feed-forward part are a module
-        each, with its norm."""
+        """Returns a layer of T5: attention, cross-attention, feed-forward, each with its norm."""
         known(block, "layer")
         first, *across, last = block.layer
         known(first, "self-attention of a layer"), known(last, "feed-forward of a layer")
@@ -317,8 +316,7 @@ def _router(module: Any, gate: Any, code: FunctionCode) -> Any:
 
 @torch.no_grad()
 def _check_routing(module: Any, route: Any, shared: Any) -> None:
-    """Raises NotRecognised unless the module gives what its experts give for the router's choice,
-    and the shared one added."""
+    """Raises NotRecognised unless the module gives what its experts, as routed, give."""
     like = module.experts.down_proj
     x = random(like, 1, 3, like.shape[1])
     try:

@@ -51,8 +51,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 class ModelWatch:
-    """Watches that a model stays as it is: the modules, their weights and where these lie, and that
-    nobody hooks into them."""
+    """Watches that a model stays as it is: modules, weights, where they lie, no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -405,8 +404,7 @@ def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor 
 
 
 def _shift(position_ids: Tensor | None, length: int) -> int | None:
-    """Returns how far the new token stands from the place after `length` others; None where rows or
-    axes differ."""
+    """Returns how far the new token is from the place after `length`; None if rows differ."""
     if position_ids is None:
         return 0
     shifts = {int(p) - length for p in position_ids.flatten().tolist()}

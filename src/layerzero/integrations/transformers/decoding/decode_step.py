@@ -131,8 +131,7 @@ class BoundCross:
 
 
 class DecodeStep(ChosenKernels):
-    """The step for one size of batch. Calling it gives the logits, or the last hidden state where
-    there is no head."""
+    """The step for one batch size. It gives the logits, or the last hidden state without a head."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
@@ -164,8 +163,7 @@ class DecodeStep(ChosenKernels):
         return Binder(captured)
 
     def _compiled_token(self) -> Run | None:
-        """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
-        attention here."""
+        """Our compiled kernel that rotates, stores and attends; None if lz may not choose it."""
         like, plain = (self._like, self.rotation == "rotate_half"
                        and all(not at.softcap and not at.norm_last and at.sinks is None
                                and at.latent is None for at in self.layers))

@@ -65,8 +65,7 @@ class Binder:
             return bind(op, *tensors, **fixed)
 
     def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...], **fixed: Any) -> Run:
-        """Returns the kernel for calls like these, as lz chooses it; where the step is captured, by
-        a race over them all."""
+        """Returns the kernel for calls like these, as lz chooses; when captured, by a race."""
         chosen = self(what, op, *calls[0], **fixed)
         like = calls[0][0]
         if not (self._captured and like is not None and like.is_cuda):
@@ -113,8 +112,7 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _repeat_until_cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Returns as many calls as it takes that the large tensors of the first have left the cache
-    after the last."""
+    """Returns so many calls that the first one's large tensors have left the cache by the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS

@@ -71,8 +71,7 @@ class DrawPlan:
 
 
 def plan_draw(processors: Any, sample: bool, start: int, vocab: int, fused: bool) -> DrawPlan:
-    """Plan the draw after a prompt of `start` tokens. NotRecognised names a processor that only the
-    host can call."""
+    """Plan the draw after `start` tokens. NotRecognised names a processor for the host only."""
     if type(processors) is not stock.LogitsProcessorList:
         raise NotRecognised(f"a {type(processors).__name__} of logits processors")
     plan, rest = DrawPlan(sample=sample, fused=fused and sample), list(processors)

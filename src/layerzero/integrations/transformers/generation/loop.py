@@ -334,8 +334,7 @@ class _Loop:
             layer.set_end(length)
 
     def _copy_to_host(self) -> None:
-        """Start copying the newest token to the host, on a side stream: reading it waits for no
-        later step."""
+        """Start copying the newest token to the host on a side stream, to be read later."""
         assert self.tail is not None
         row = self.tail.log[self.tail.rows(self.issued)]
         self.issued += 1
@@ -378,8 +377,7 @@ class _Loop:
             self.streamer.put(tokens)
 
     def _resume_by_kernels(self) -> None:
-        """A launch of the persistent step gave up: the graph of kernels goes on after the last
-        token that was looked at."""
+        """The persistent step gave up: the graph of kernels goes on after the last token seen."""
         assert self.tail is not None and self.fixed is not None
         persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()

@@ -219,8 +219,7 @@ def _compile_matcher(contents: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _trim_span(index: int, token: str, span: Span, add_prefix_space: bool) -> Span:
-    """Returns the span without the token's leading and trailing white space; an added prefix space
-    is not counted."""
+    """Returns the span without the token's white space; an added prefix space does not count."""
     space = BYTE_CHARACTERS[0x20]
     white = [c == space or c in WHITE_SPACE for c in token]
     leading = white.index(False) if False in white else len(white)

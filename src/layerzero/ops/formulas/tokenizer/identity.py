@@ -127,8 +127,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=256)
 def kind_of(cls: type) -> str | None:
-    """Returns tokenizers, transformers, tiktoken or sentencepiece, by the module of the class or a
-    base of it."""
+    """Returns tokenizers, transformers, tiktoken or sentencepiece, by the class's module."""
     for base in cls.__mro__:
         root, name = base.__module__.partition(".")[0], base.__name__
         if (root, name) in (("tokenizers", "Tokenizer"), ("tiktoken", "Encoding"),
@@ -364,8 +363,7 @@ def _settings_from_json(data: Mapping[str, Any], encode_special_tokens: bool) ->
 
 def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None,
                special_tokens: Mapping[str, int] | None, source: str) -> TokenizerHandle:
-    """Returns the handle of a tiktoken.Encoding. Without a pattern it is the one tiktoken publishes
-    by this name."""
+    """Returns the handle of a tiktoken.Encoding, without a pattern the published one's."""
     missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)
     if missing is not None:
         raise DataError(

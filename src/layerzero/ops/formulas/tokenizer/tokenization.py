@@ -159,8 +159,7 @@ def check_texts(text: Any) -> Sequence[str]:
 def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool | str | None,
                     max_length: int | None, truncation_side: str | None, padding_side: str | None,
                     pad_id: int | None, multiple: int | None) -> Lengths:
-    """Returns the call's truncation and padding, by default the tokenizer's; raises InvalidCall if
-    incomplete."""
+    """Returns the call's truncation and padding, else the tokenizer's; InvalidCall if partial."""
     cut = settings.truncation if truncation is None else truncation
     limit = settings.max_length if max_length is None else max_length
     if cut and limit is None:

@@ -34,8 +34,7 @@ def column(value: Any, rows: int, default: float) -> Tensor:
 
 def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool,
              slack: float) -> Tensor:
-    """What is left of each row, not normalised: the top_k first, then what makes up top_p of these,
-    then min_p."""
+    """What is left of each row, not normalised: top_k first, of these top_p, then min_p."""
     n, vocab = rows.shape
     weights = rows.detach().cpu().double()
     if not probs:

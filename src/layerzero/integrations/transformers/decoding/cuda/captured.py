@@ -86,16 +86,14 @@ class FixedBuffers:
         return [torch.cat(pair, -1)[0].contiguous() for pair in angles]
 
     def shift_positions(self, shift: int) -> None:
-        """Let the token after n others stand at position n + shift: a picture counts for fewer than
-        it has tokens."""
+        """Let the token after n others be at position n + shift: pictures count for fewer."""
         if shift != self.shift:
             for table, angles in zip(self._angles, self._tables(shift)):
                 table.copy_(angles)
             self.shift = shift
 
     def _bound(self, layer: int) -> Callable[..., Any]:
-        """Returns the attention of a layer, as a function of turned queries, (batch, heads,
-        dim)."""
+        """Returns the attention of a layer as a function of rotated queries."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
         try:
@@ -217,8 +215,7 @@ class FixedBuffers:
 
     def capture(self, key: Hashable = "step", after: Callable[[Tensor], None] | None = None,
                 length: int = 0) -> None:
-        """Capture the step, with what follows it. The warm-up writes to the places after `length`
-        tokens, which must be free."""
+        """Capture the step and what follows. Warm-up writes after `length` tokens: free places."""
         if not self._step_input.is_cuda or key in self._graphs:
             return
         self.length = -1

@@ -130,8 +130,7 @@ def _rms(norm: Norm, size: int) -> float:
 
 def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
                angles: Sequence[Tensor]) -> list[PersistentStep]:
-    """Returns the kernel for these buffers, in each way that is worth a trial; NotRecognised says
-    why there is none."""
+    """Returns the kernel for these buffers, in each way worth a trial; or NotRecognised."""
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)

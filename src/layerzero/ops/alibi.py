@@ -37,8 +37,7 @@ def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
     return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)
 
 
-def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None,
-         is_causal: bool = False) -> Tensor:
+def meta(slopes: Tensor, seq_q: int, seq_k: int, **kwargs: Any) -> Tensor:
     return slopes.new_empty((slopes.shape[0], seq_q, seq_k))
 
 

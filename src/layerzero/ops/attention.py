@@ -60,11 +60,8 @@ def reference(
     return (out, lse) if return_lse else out
 
 
-def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-         enable_gqa: bool = True, *, causal_align: str | None = None, window_left: int = -1,
-         window_right: int = -1, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
-         return_lse: bool = False, layout: str = "bhsd") -> Any:
+def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,
+         layout: str = "bhsd", **kwargs: Any) -> Any:
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     if not return_lse:
         return out

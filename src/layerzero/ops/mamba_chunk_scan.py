@@ -76,12 +76,8 @@ def finish(out: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor
     return out if z is None else out * F.silu(z.to(out.dtype))
 
 
-def meta(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, *,
-    dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float | None = None,
-    return_final_states: bool = False,
-) -> Any:
+def meta(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any, return_final_states: bool = False,
+         **kwargs: Any) -> Any:
     out = x.new_empty(x.shape)
     if not return_final_states:
         return out

@@ -84,11 +84,9 @@ def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows:
         check_scales("quantize", "global_scale", global_scale, torch.Size((1,) * x.dim()), 1, 1)
 
 
-def meta(
-    x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
-    symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
-    zeros: Tensor | None = None, global_scale: Tensor | None = None,
-) -> Any:
+def meta(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
+         symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
+         **kwargs: Any) -> Any:
     if format in GGML_FORMATS:
         row_bytes = GGML_FORMATS[format].row_bytes(x.shape[-1])
         return x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)

@@ -91,11 +91,7 @@ def ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
     return out if bias is None else out + bias
 
 
-def meta(
-    x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, format: str, group_size: int = 0, activations: str = "none",
-    global_scale: Tensor | None = None,
-) -> Tensor:
+def meta(x: Tensor, weight_q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
 
 

@@ -47,8 +47,7 @@ def reference(
     return rotated_q if k is None else (rotated_q, rotate(k, cos, sin, style))
 
 
-def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
-         *, style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+def meta(q: Tensor, k: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     return (rotated_q if k is None
             else (rotated_q, torch.empty_like(k, memory_format=torch.contiguous_format)))

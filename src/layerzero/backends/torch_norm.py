@@ -77,9 +77,9 @@ def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
                 for w in (dtype, *wide)]
         rules += [r.When(r.equals("dtype", dtype), rule) for rule in both]
         # Without a weight its backward assumes that the bias has the input's dtype.
-        alone = r.any_of(r.one_of("weight.dtype", *wide),
-                         r.one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
-        rules.append(r.When(r.equals("dtype", dtype), alone))
+        bias_alone = r.any_of(r.one_of("weight.dtype", *wide),
+                              r.one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
+        rules.append(r.When(r.equals("dtype", dtype), bias_alone))
     return tuple(rules)
 
 

@@ -122,8 +122,7 @@ _UNKNOWN: Any = object()
 def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
     value, param = fixed.get(name, _UNKNOWN), op.by_name[name]
     return (value is not _UNKNOWN and not param.required and type(value) is type(param.default)
-            and bool(
-         value == param.default))
+            and bool(value == param.default))
 
 
 def defaults_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:

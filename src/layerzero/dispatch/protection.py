@@ -231,8 +231,7 @@ def raise_if_changed(changed: Sequence[str], fault: BaseException) -> None:
 def _is_final(fault: BaseException) -> bool:
     """Is no other kernel tried after this fault anyway?"""
     return (isinstance(fault, (faults.PlanExhausted, faults.Hung, *faults.PASSED_ON))
-            or faults.classify(fault) in (
-         "sticky", "lost", "capture"))
+            or faults.classify(fault) in ("sticky", "lost", "capture"))
 
 
 def watch_versions(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:

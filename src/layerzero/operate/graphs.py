@@ -292,9 +292,9 @@ def problem_of(error: BaseException, prefix: str = "") -> Problem:
             f"{prefix}the device was lost: {error}. The device context is lost; restart the "
             "process.",
             [faults.reason_of(error, "sticky")]) from error
+    unsafe = Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ())
     problem_kind = ("sync" if kind in ("capture", "lost") else "allocation" if kind == "memory"
-                    else (
-         "no kernel" if Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ()) else "fault"))
+                    else "no kernel" if unsafe else "fault")
     lines = str(error).strip().splitlines()
     return Problem(problem_kind,
                    f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400],

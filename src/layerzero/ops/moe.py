@@ -140,8 +140,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
     *ROUTED[3:], *ACTIVATIONS[4:],
     replace_argument("scale", "the weight on the other side of the expert", "weight_on",
-                     lambda v: "input"
-    if v["weight_on"] == "output" else "output"))
+                     lambda v: "input" if v["weight_on"] == "output" else "output"))
 
 STRESS: tuple[dict[str, Any], ...] = (
     *({"by": "logits", "top_k": 1, "scoring": scoring, "normalize": normalize}

@@ -78,9 +78,9 @@ def inputs(
 
     rotary = rotary or d
     rows = 70_001 if long_table and ids else s + 13 if ids else s
-    positions = (torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far
-                 else (
-         torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None]))
+    sequences = b if batched else 1
+    positions = (torch.randint(0, 100_000, (sequences, rows, 1), generator=gen) if far
+                 else torch.arange(rows)[:, None] + torch.arange(sequences)[:, None, None])
     angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
     angles = angles if batched else angles[0]
     angle_dtype = dtype if table_dtype == "like" else getattr(torch, table_dtype)

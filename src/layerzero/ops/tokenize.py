@@ -167,10 +167,9 @@ ALTERATIONS: tuple[Alteration, ...] = (
         lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
     replace_argument("convention", "special tokens not added", "add_special_tokens", False),
     replace_argument("convention", "truncated on the other side", "truncation_side",
-                     lambda v: "left"
-    if v["truncation_side"] != "left" else "right"),
-    replace_argument("convention", "padded on the other side", "padding_side", lambda v: "left"
-    if v["padding_side"] != "left" else "right"))
+                     lambda v: "left" if v["truncation_side"] != "left" else "right"),
+    replace_argument("convention", "padded on the other side", "padding_side",
+                     lambda v: "left" if v["padding_side"] != "left" else "right"))
 
 OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,

@@ -114,8 +114,8 @@ def load_report(path: Path) -> dict[str, Any]:
     data = read_json(path, "a report, such as lz gate --out writes")
     got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
     if (got != SCHEMA or not isinstance(data.get("target"), str)
-        or not isinstance(data.get("passed"), bool) or (
-             not isinstance(data.get("stages"), list))):
+            or not isinstance(data.get("passed"), bool)
+            or not isinstance(data.get("stages"), list)):
         raise DataError(f"{path}: wanted a report of lz gate with schema {SCHEMA}, got {got!r}")
     return dict(data)
 

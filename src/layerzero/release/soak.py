@@ -218,8 +218,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     kind = hardware.probe(device).type
     report = report if report is not None else SoakReport(seconds)
     part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    hardware.probe(device).name,
-                str(torch.__version__))
+                    hardware.probe(device).name, str(torch.__version__))
     report.parts.append(part)
     tally = Tally()
     cases = cases_of(tuple(dict.fromkeys(("cpu", kind))), ops)
@@ -327,8 +326,8 @@ class Probe:
                         times.append((time.perf_counter_ns() - began) / 1e3)
         ours.sort()
         return SoakSample(at, rss, fds, threads, statistics.median(ours),
-                          ours[int(len(ours) * 0.99)],
-                      statistics.median(torchs), sum(tally.counts[kind] for kind in CALLS))
+                          ours[int(len(ours) * 0.99)], statistics.median(torchs),
+                          sum(tally.counts[kind] for kind in CALLS))
 
 
 def rss_bytes() -> int:

@@ -115,8 +115,8 @@ def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any
         elif p.kind in ("int", "float"):
             field, value = fields.get(p.name), facts[p.name]
             at_default = (value == p.default and type(value) is type(p.default)
-                          and field is not None and (
-                 value is None or field.exact or p.default in field.equals))
+                          and field is not None
+                          and (value is None or field.exact or p.default in field.equals))
         else:
             at_default = False
         if at_default:

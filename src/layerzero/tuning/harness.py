@@ -140,8 +140,7 @@ class GraphWatch:
 
     def __init__(self, cold: bool = True) -> None:
         self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8,
-                                  device="cuda").view(
-            torch.int32)
+                                  device="cuda").view(torch.int32)
         self._side = torch.cuda.Stream()
         self._graphs: weakref.WeakKeyDictionary[Contestant,
                                                 torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()

@@ -157,9 +157,9 @@ class RegretReport:
     @property
     def lost(self) -> float:
         """Returns how much more time all these calls take than at best, as a share."""
-        taken = sum(row.call.count * row.us(row.chosen) for row in self.rows)
+        chosen = sum(row.call.count * row.us(row.chosen) for row in self.rows)
         best = sum(row.call.count * row.us(row.chosen) / (1.0 + row.regret) for row in self.rows)
-        return taken / best - 1.0 if best else 0.0
+        return chosen / best - 1.0 if best else 0.0
 
     @property
     def flips(self) -> tuple[Replayed, ...]:

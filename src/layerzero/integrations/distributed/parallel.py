@@ -30,10 +30,10 @@ class Place:
     """This rank among `size` ranks that share `splits` pieces."""
 
     def __init__(self, group: Any, splits: int) -> None:
-        alone = not dist.is_available() or not dist.is_initialized()
-        self.group = None if alone else process_group(group)
-        self.rank = 0 if alone else dist.get_rank(self.group)
-        self.size = 1 if alone else dist.get_world_size(self.group)
+        single_process = not dist.is_available() or not dist.is_initialized()
+        self.group = None if single_process else process_group(group)
+        self.rank = 0 if single_process else dist.get_rank(self.group)
+        self.size = 1 if single_process else dist.get_world_size(self.group)
         if splits < 1 or splits & (splits - 1) or splits % self.size:
             raise InvalidCall(f"lz.distributed: splits must be a power of two and a multiple of "
                               f"the {self.size} ranks, got {splits}")

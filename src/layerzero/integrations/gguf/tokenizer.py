@@ -121,8 +121,8 @@ def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, An
         if "eos" in added:
             single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
         data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single,
-                                  "special_tokens": {
-            t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
+                                  "special_tokens": {t: {"id": t, "ids": [ids[side]], "tokens": [t]}
+                                                     for side, t in added.items()}}
 
 
 def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:

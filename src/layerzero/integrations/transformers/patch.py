@@ -146,8 +146,7 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 
 
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
-          skip: Iterable[str] = ()) -> tuple[
-        PatchReport, Changes]:
+          skip: Iterable[str] = ()) -> tuple[PatchReport, Changes]:
     """lz.patch, all or nothing, and what it changed, to be undone."""
     kinds = _kinds(only, skip)
     _check(model)

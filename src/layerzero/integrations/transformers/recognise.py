@@ -301,8 +301,7 @@ def _writes(module: nn.Module) -> str:
 def _may_drop(module: nn.Module) -> bool:
     """Returns whether the result may be random in training."""
     return (any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children())
-            or bool(
-         {"dropout", "training"} & set(_code(module).co_names)))
+            or bool({"dropout", "training"} & set(_code(module).co_names)))
 
 
 # Trying it out.

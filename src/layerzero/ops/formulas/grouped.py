@@ -43,9 +43,9 @@ def read_items(items: Tensor, tokens_q: int, tokens_k: int, max_seqlen_q: int, m
                            f"rows {q_start} to {q_start + n}")
         if m and (k_start < 0 or (chunk_starts is None and k_start > tokens_k - m)):
             raise _invalid(i, f"within the {tokens_k} key rows", f"keys {k_start} to {k_start + m}")
-    taken = sorted((item.q_start, item.q_start + item.n, i) for i, item in enumerate(rows)
+    query_ranges = sorted((item.q_start, item.q_start + item.n, i) for i, item in enumerate(rows)
                    if item.n)
-    for (_, last, _), (first, end, i) in pairwise(taken):
+    for (_, last, _), (first, end, i) in pairwise(query_ranges):
         if first < last:
             raise _invalid(i, "query rows that no other item has", f"rows {first} to {end}")
     if chunk_starts is not None and chunk_lengths is not None:

@@ -79,8 +79,8 @@ def patterns_of(named: str) -> Mapping[str, str]:
     return {op: named for op in DECODER_OPS if op in ops}
 
 
-def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
-                                                                                  Tensor] | None:
+def rope_tables_of(c: DecoderConfig,
+                   device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
     if c.positions != "rope":
         return None
     return rope_tables(c.head_dim, c.max_positions, c.rope_base, c.rope_scaling,

@@ -252,8 +252,7 @@ class _Maker:
         full = pages * self.page_size
         low = min(max(full - self.page_size + 1, queries), full)
         return (int(torch.randint(low, full + 1, (), generator=self.gen))
-                if "last_page_len" in " ".join(self.ints) \
-             or self.table else full)
+                if "last_page_len" in " ".join(self.ints) or self.table else full)
 
     # values
 

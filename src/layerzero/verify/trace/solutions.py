@@ -131,11 +131,11 @@ def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
     """The dispatcher's call: the op's parameters by name, handed on in the solution's order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
-    taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],
+    op_signature = signature.replace(parameters=[signature.parameters[p.name] for p in params],
                               return_annotation=inspect.Signature.empty)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        bound = taken.bind(*args, **kwargs)
+        bound = op_signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
         everything = {p.name: values.get(p.name, p.default) for p in op.params}
@@ -146,7 +146,7 @@ def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
                                [values[of_input[n]] for n in definition.inputs], like)
         return tuple(results) if isinstance(shaped, (tuple, list)) else results[0]
 
-    run.__signature__ = taken  # type: ignore[attr-defined]
+    run.__signature__ = op_signature  # type: ignore[attr-defined]
     return run
 
 

@@ -77,10 +77,11 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
                                    "outputs": outputs})
     performance = (Performance(report.latency_ms, report.reference_ms) if status == "PASSED"
                    else None)
+    evaluation = Evaluation(status, Environment(machine.name or machine.type, libs),
+                            datetime.now(timezone.utc).isoformat(), str(report), correctness,
+                            performance)
     return Trace(report.definition.name, report.workload, solution_name(report.definition),
-                 Evaluation(
-        status, Environment(machine.name or machine.type, libs),
-        datetime.now(timezone.utc).isoformat(), str(report), correctness, performance))
+                 evaluation)
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:

@@ -61,8 +61,8 @@ class Reader:
                   "pre_feedforward_layernorm", "feedforward_layernorm")
         shared = not names & set(second)
         parallel = (shared
-                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
-             "parallel_attn" in names and bool(layer.config.parallel_attn)))
+                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual))
+                    or ("parallel_attn" in names and bool(layer.config.parallel_attn)))
         split = ("q_proj", "k_proj", "v_proj")
         whole = [n for n in ("qkv_proj", "c_attn", "query_key_value", "Wqkv") if n in inner.names]
         latent = self.latent(attention, inner) if "kv_a_proj_with_mqa" in inner.names else None

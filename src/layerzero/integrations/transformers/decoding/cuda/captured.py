@@ -109,9 +109,9 @@ class FixedBuffers:
 
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
-        turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
+        rotates = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
             at.norm_last for at in self.step.layers)
-        return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
+        return rotates and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
             at.head_dim <= MAX_DIM and at.heads // at.kv_heads <= MAX_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)
 
@@ -120,7 +120,7 @@ class FixedBuffers:
         if self._fused is not None:
             at = self.step.layers[layer]
             query = self._fused.rotate_and_store(both, value, self._angles[at.angles or 0],
-                                              self._position, keys, values)
+                                                 self._position, keys, values)
             out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window,
                                      at.softcap)
         else:

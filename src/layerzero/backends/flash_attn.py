@@ -25,8 +25,7 @@ from ._pages import half_cache_rules
 
 NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
-# A row that sees no key gets +inf, where the contract has -inf; there is no gradient through the
-# log-sum-exp.
+# A row without keys gets +inf, where the contract has -inf; lse has no gradient.
 LSE: tuple[r.Condition, ...] = (
     r.any_of(r.off("return_lse"), r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)),
     r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED)))

@@ -56,8 +56,7 @@ class CompiledReference:
     def __init__(self, op: Op) -> None:
         self.op = op
         self.names = tuple(p.name for p in op.params)
-        # variant -> tensor -> the axes of exact sizes, counted from the end, as a starred one may
-        # be several
+        # variant -> tensor -> the axes of exact sizes, from the end, as a starred one is several
         self.exact = {variant: {name: frozenset(i - len(tokens) for i, token in enumerate(tokens)
                                                 if token in op.exact)
                                 for name, tokens in shapes.items()}

@@ -203,8 +203,7 @@ KERNELS = (
     Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0,
            differentiable=False, traceable=False,
            workspace="itemsize * (hidden * wide + inner * out)",
-           # Small float32 weights are in the cache: the lookup of packed weights costs what it
-           # gains.
+           # Small float32 weights are in the cache: looking up packed ones costs what it gains.
            requires=(*PREPACKED, *map(r.contiguous, ("bias_in", "bias_up", "bias_down")),
                      r.at_least("out", 1, Code.EMPTY_INPUT),
                      r.any_of(r.dtypes("bfloat16"), r.at_least("hidden", 1024))),

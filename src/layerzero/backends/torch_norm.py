@@ -112,8 +112,7 @@ KERNELS = (
            requires=(r.contiguous("x"), *PARAMETER_DTYPES,
                      # On an H200 half types have four times the eager error if the mean is large.
                      r.any_of(r.device("cpu"), r.dtypes("float32", "float64")),
-                     # In a half type the error of its weight gradient is ten times the reference's
-                     # at a large mean.
+                     # In a half type its weight gradient is ten times less exact at a large mean.
                      r.any_of(r.dtypes("float32", "float64"),
                               r.differs("weight.requires_grad", True, Code.BACKWARD_UNSUPPORTED)),
                      # Its backward of a bias without a weight raises.

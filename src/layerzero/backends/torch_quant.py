@@ -207,8 +207,7 @@ def _dequantized_linear() -> Callable[..., Any]:
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
-            # 8-bit codes are exact in bf16 and float32, so a row's scale can be applied last;
-            # float16 might overflow.
+            # 8-bit codes are exact in bf16 and float32, so a row's scale can come last.
             parts = [F.linear(x, _decode(weight_q[i:j], fmt, x.dtype))
                      for i, j in _slices(x, n, k, 1)]
             row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0]
@@ -371,8 +370,7 @@ KERNELS = (
                      r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      *ONE_SCALE_PER_ROW, r.contiguous("scales"), r.dtypes("bfloat16"),
                      r.at_most("rows", 16),
-                     # it reads whole vectors and crashes on rows of other lengths, and counts
-                     # the codes in 32 bits
+                     # it crashes on rows that are no whole vectors, and counts codes in 32 bits
                      r.multiple_of("in_features", 32), r.at_most("weight_size", (1 << 31) - 1))),
     Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0,
            differentiable=False, less_work=CODES_ONLY,

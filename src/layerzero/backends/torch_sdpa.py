@@ -55,8 +55,7 @@ SLOPES_WITHOUT_GRAD = r.differs("alibi_slopes.requires_grad", True, Code.BACKWAR
 LSE_WITHOUT_GRAD = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))
 FLOAT_MASK = r.one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
 SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
-# flash crashes.
+# CUDA kernels load 16 bytes at a time: unaligned, cuDNN gives wrong results, flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 # A mask from an unaligned address leaves the device in a failed state (torch 2.11, H200).
 MASK_ON_16_BYTES = r.when(r.present("attn_mask.dtype"), r.aligned("attn_mask", 16))
@@ -140,8 +139,7 @@ def _flash_bias() -> Callable[..., Any]:
             is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
             window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
             return_lse: bool = False) -> Any:
-        # float32 for half types: the entry takes it, and a bfloat16 ALiBi bias would round
-        # distances.
+        # float32 for half types, which the entry takes: bfloat16 would round ALiBi's distances.
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
                              window_right, alibi_slopes,
                              torch.promote_types(query.dtype, torch.float32))
@@ -296,8 +294,7 @@ NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
 SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for rule in (
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
     r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
-# On CUDA torch may choose cuDNN or flash, which need alignment; for another head_dim it pads, which
-# copies.
+# On CUDA torch may choose cuDNN or flash, which need alignment, or pad, which copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     r.when(r.device("cuda"), MASK_ON_16_BYTES),

@@ -21,15 +21,13 @@ from ._sequences import POSITIVE_SCALE, attend_rows
 
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
-# FlashAttention is aligned bottom-right, and the lengths of the sequences are only known on the
-# device.
+# FlashAttention is aligned bottom-right, and lengths are only known on the device.
 ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 BOTTOM_RIGHT: tuple[r.Condition, ...] = (
     r.any_of(r.off("is_causal"), ALIGNED), r.when(r.at_least("window_left", 0), ALIGNED),
     r.when(r.at_least("window_right", 0), ALIGNED))
 SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
-# flash crashes.
+# CUDA kernels load 16 bytes at a time: unaligned, cuDNN gives wrong results, flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 # no gradient flows through flash's log-sum-exp
 NO_GRAD_OF_LSE = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))

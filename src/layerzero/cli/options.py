@@ -86,8 +86,7 @@ DeviceKind = Annotated[str | None, typer.Option(
     "--device", callback=_device, autocompletion=complete(DEVICE_TYPES),
     help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")]
 
-# One call, or where calls come from: an op, sizes, dtype and a model are given the same way
-# everywhere.
+# One call, or where calls come from: these are given the same way everywhere.
 _op: dict[str, Any] = {"metavar": "OP", "autocompletion": complete(OPS)}
 OpName = Annotated[str, typer.Argument(**_op, help="an operation, such as attention")]
 SomeOp = Annotated[str | None, typer.Argument(**_op, help=(

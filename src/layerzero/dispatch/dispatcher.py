@@ -135,8 +135,7 @@ class Dispatcher:
             return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         out = self.serve(entry, values)
-        # The table refuses it if the world has changed meanwhile. A guarded kernel stays with
-        # Python.
+        # Refused if the world has changed meanwhile. A guarded kernel stays with Python.
         if self.native is not None and not isinstance(entry.run, protection.Guard):
             same_in_capture = self._serves_captures(world, entry, override)
             self.native.put(entry, world.version(self.op.name), values, same_in_capture, override)
@@ -214,8 +213,7 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                # A kernel that compiles has one binding for all keys: each binding would be
-                # compiled for.
+                # A kernel that compiles has one binding for all keys: each would be compiled for.
                 fixed = {} if kernel.jit else fixed_by_key(world.program(self.op), facts)
                 return world, plan, kernel, self.bind(kernel, step, facts, fixed)
             except loading.LoadFailed as e:

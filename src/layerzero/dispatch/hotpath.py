@@ -209,8 +209,7 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
                                          else value)
     entries = ", ".join(f"{name!r}: {text}" for name, text in facts.items())
     choices = [f"if {p.name} not in {p.choices!r}: break" for p in op.params if p.choices]
-    # The key lines check this for required tensors; the dtype of an optional one is part of the key
-    # instead.
+    # The key lines check this for required tensors; an optional one's dtype is in the key.
     mixed = [f"    if {p.name} is not None and {p.name}.dtype is not _dtype: break"
              for p in op.params if p.optional and p.name in op.same_dtype]
     return [*choices, *body[:end], *mixed, *derived, "except NOT_PLAIN: break",

@@ -22,8 +22,7 @@ from ..world.snapshot import World
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 _UNKNOWN_SIZE = 1024       # stands for a size that tracing has seen no example of
 
-# Called instead of choosing and running: takes (op, values, facts, override), returns what stands
-# for the result.
+# Called instead of choosing and running: (op, values, facts, override) -> the stand-in result
 Recorder = Callable[[Op, dict[str, Any], Mapping[str, Any], Override | None], Any]
 recorder: ContextVar[Recorder | None] = ContextVar("layerzero_recorder", default=None)
 

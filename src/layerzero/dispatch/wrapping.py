@@ -114,8 +114,7 @@ def wrap_guard(dispatcher: Dispatcher, kernel: Kernel, plan: Plan, run: Callable
     always = (world is not None
               and world.selection_context(facts["device"],
                                           override).policy.setting("protect_inputs"))
-    # A subclass may make anything of a kernel's result, and our own kernels are held to all
-    # this by tests.
+    # A subclass may make anything of a result; our own kernels are held to this by tests.
     if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
         return run
     max_bytes = (0 if facts["graph"] else protection.ALL_BYTES if always

@@ -317,8 +317,7 @@ def _hpu_count() -> int:
     return hpu.device_count() if hpu is not None and hpu.is_available() else 0
 
 
-# torch.cuda.device_count() asks NVML first; is_available() would start the driver and poison a
-# later fork.
+# device_count() asks NVML first; is_available() would start the driver and poison a fork.
 _COUNT: Mapping[str, Callable[[], int]] = {
     "cpu": lambda: 1, "cuda": lambda: torch.cuda.device_count(),
     "xpu": lambda: torch.xpu.device_count(), "hpu": _hpu_count,

@@ -22,8 +22,7 @@ import torch
 from ..spec.kernel import Direct, Kernel, accepted_params
 from ..spec.reason import Code, Reason
 
-# Importing a broken library has been seen to raise all kinds of errors, its own among them, and to
-# exit.
+# Importing a broken library may raise any error, its own among them, or exit.
 LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 _ABI = re.compile(

@@ -194,8 +194,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS, alterations=ALTERATIONS,
-    # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
-    # tighter bound.
+    # In float32 torch's matmul is off by 1e-6 for some inputs; the eager error is tighter.
     batch_dims=("rows",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32

@@ -17,8 +17,7 @@ from .rules.expr import parse
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
-# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend
-# names them.
+# The implementations of scaled_dot_product_attention, by their torch.nn.attention.SDPBackend.
 SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 # calls scaled_dot_product_attention, which obeys them
 SDPA = "SDPA"

@@ -125,8 +125,7 @@ def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = N
     new_settings, new_rules = dict(settings or {}), tuple(rules)
     if old is None:
         return Layer(name, new_settings, new_rules, expires_at)
-    # A rule with a deadline only hides the old one, which applies again after it; but two boosts
-    # would multiply.
+    # A rule with a deadline only hides the old one for a time; two boosts would multiply.
     replaced = {_subject(rule) for rule in new_rules if rule.expires_at is None
                 or rule.action == "boost"}
     merged = Layer(name, {**old.settings, **new_settings},

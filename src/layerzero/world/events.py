@@ -44,8 +44,7 @@ if log.level == logging.NOTSET:                # not set by the program before
 _chosen_level = ("", log.level)                # the policy's log_level, and the level without it
 Sink = Callable[[Event], None]
 
-# What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic
-# of Rust.
+# What a subscriber or log handler may raise: SystemExit, KeyboardInterrupt, a Rust panic.
 ANY_ERROR: tuple[type[BaseException], ...] = (BaseException,)
 FLUSH_SECONDS = 1.0                            # that a background thread waits for subscribers
 # events of background threads; beyond it the oldest is dropped

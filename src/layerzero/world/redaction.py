@@ -35,8 +35,7 @@ _ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMO
                 Category.DATA)
 _QUOTES_OTHERS = (Category.HEALTH, Category.CALLER, Category.DATA, Category.SOFTWARE)
 
-# Every pattern begins where a word begins and is linear in the text: a message may be as long as a
-# prompt.
+# Patterns begin where a word begins and are linear: a message may be as long as a prompt.
 _KEYS = re.compile(
     r"(?i)(?<![\w/\\])(password|passwd|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
     r"(['\"]?\s*[=:]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",;]+")

@@ -133,8 +133,7 @@ def _decode_shared(rows: str) -> str:
 # shared memory of the small configurations of attention/grouped, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
-# Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and
-# scales.
+# Of gemv.cu: x, split over the largest cluster, and tiles of weight, sums and scales.
 GEMV_SHARED = ("(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features "
                "// 4 + 73728")
 

@@ -443,8 +443,7 @@ class CompiledCuda:
         with outside_captures():
             code = (driver().cuModuleLoadData(byref(module), image)
                     or driver().cuModuleGetFunction(byref(function), module, self.name.encode())
-                    # For any size: it also makes the driver load the code now, not at the first
-                    # launch.
+                    # For any size: it makes the driver load the code now, not at a launch.
                     or driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared)
                     or (self.cluster > PORTABLE_CLUSTER
                         and driver().cuFuncSetAttribute(function, ANY_CLUSTER_SIZE, 1)))

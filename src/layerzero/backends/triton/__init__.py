@@ -190,8 +190,7 @@ def _decode_shared(tokens: str) -> str:
     return f"2 * {block} * ({dim} + {dim_v}) + 2 * {rows} * ({dim} + {block}) + 16 * {block}"
 
 
-# For several rows four stages of 64 x 128 of the weight and 128 x 16 of x; for one row the
-# reduction over threads.
+# Several rows: four stages of 64 x 128 of the weight and 128 x 16 of x; one row: a reduction.
 GEMV_SHARED = "8192 + 81920 * (rows > 1)"
 SMALL_SHARED = "16384"         # for reductions and layout conversions only
 # Stages of 128 x 64 of x and of the weight in half types; fewer rows or columns in float32.

@@ -43,8 +43,7 @@ MAX_OVERHEAD_US = 100.0
 # asking again would take more than this share of them
 MAX_SKIPPED, MAX_ASKING_SHARE = 31, 0.001
 
-# (op, bucket, place, transforms of kernels that need them): with transforms, calls take another
-# time.
+# (op, bucket, place, transforms of kernels that need them), as transforms take time
 Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 
 _now, _cpu_time = time.perf_counter, time.thread_time
@@ -113,8 +112,7 @@ class TimedCall(NamedTuple):
         if not end.query():
             return None
         between = begin.elapsed_time(end) * 1e3
-        # CPU time: waiting for other threads of this process, or for a full queue, is not the
-        # kernel's doing.
+        # CPU time: waiting for other threads, or for a full queue, is not the kernel's doing.
         host = min(self.worked_us, self.host_us)
         device = max(between if self.behind else between - self.host_us, 1e-3)
         return max(host, device), device

@@ -40,8 +40,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     if pattern.last < arguments["kv_length"] and arguments["q_length"] == 1:
         # without a mask, one query would see keys that are not there yet
         arguments["allow_is_causal_skip"] = False
-    # Overwriting a mask must be seen later, and tensors made in inference mode do not count their
-    # versions.
+    # Overwriting a mask must be seen; tensors of inference mode do not count versions.
     with torch.inference_mode(False):
         mask: Tensor | None = masking_utils.sdpa_mask(**arguments)
     if mask is not None:

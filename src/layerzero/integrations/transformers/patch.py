@@ -249,8 +249,7 @@ def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow],
         rows[ModuleRow("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
 
 
-# Attention: sdpa by the interface of transformers, for this model alone; eager functions where they
-# are called.
+# Attention: sdpa by transformers' interface, for this model alone; eager where it is called.
 
 def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Changes) -> None:
     paths = {path: m for path, m in model.named_modules() if interface_forward(m)}

@@ -116,8 +116,7 @@ def _norm(stock: Forward, recipe: Recipe) -> Forward:
     norm, eps, offset, plain = public(recipe.op), recipe.eps, recipe.offset, torch.float32
     weight_name, bias_name = (*recipe.names, "", "")[:2]
 
-    # Under autocast torch computes norms of half floats in float32; and of mixed dtypes every class
-    # makes its own.
+    # Under autocast torch computes norms of halves in float32; of mixed dtypes, class by class.
     @functools.wraps(stock)
     def rms(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -150,8 +149,7 @@ def _linear(stock: Forward, recipe: Recipe) -> Forward:
     linear, wanted = public("linear"), len(recipe.names)
     transposed = recipe.transposed == (True,)
 
-    # Under autocast torch keeps the lowered copy of a weight for the whole region: that is its
-    # business.
+    # Under autocast torch keeps the lowered copy of a weight for the whole region.
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -229,8 +227,7 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
     return forward
 
 
-# A function that the forward finds among its module's globals is replaced in a copy of the forward
-# alone.
+# A function among the globals of a forward is replaced in a copy of that forward alone.
 
 def _rope(stock: Forward, recipe: Recipe) -> Forward:
     assert isinstance(stock, FunctionType)

@@ -12,8 +12,7 @@ from ...spec.rules import Wording, Words
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-# For `Op.reference_kernel` of a formula that reads lengths or indices on the host: nothing can
-# capture or trace it.
+# For `Op.reference_kernel` of a formula that reads the host: it cannot be captured or traced.
 READS_ON_HOST: dict[str, Any] = {
     "overhead_us": 50.0, "graph_safe": False, "traceable": False,
     "note": "reads lengths on the host"}

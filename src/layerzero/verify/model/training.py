@@ -33,8 +33,7 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
     gen = torch.Generator().manual_seed(seed + 1)
     seq = min(16, c.max_positions - 1)
     texts = torch.randint(0, c.vocab, (steps, 2, seq + 1), generator=gen).to(device)
-    # Without it the squares of float16 gradients are zero and AdamW diverges, in plain torch as
-    # well.
+    # Without it the squares of float16 gradients are zero and AdamW diverges in torch too.
     scale = LOSS_SCALE if dtype == "float16" else 1.0
     checkpoints = {*(n for n in DRIFT if n <= steps), *((steps,) if steps <= max(DRIFT) else ())}
 

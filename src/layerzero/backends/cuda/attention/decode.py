@@ -48,8 +48,7 @@ def config(rows: int, kv_rows: int, keys: int, dim: int, paged: bool,
         warps, stages = 4, 2
     while shared_bytes(rows, dim, warps, stages) > machine.shared and (warps > 2 or stages > 2):
         warps, stages = (warps // 2, stages) if warps > 2 else (warps, stages - 1)
-    # Clusters of more than two blocks that each fill a multiprocessor use at most eight of nine of
-    # them.
+    # Clusters of several blocks that each fill a multiprocessor use at most eight of nine.
     one_per_processor = 2 * shared_bytes(rows, dim, warps, stages) > machine.shared
     max_blocks = {s: machine.processors * 8 // 9 if one_per_processor and s > 2
                   else machine.processors for s in SPLITS}

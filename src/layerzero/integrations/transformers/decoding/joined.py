@@ -59,8 +59,7 @@ class Joined:
 
     def _join(self, parameters: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([p.detach() for p in parameters])
-        # DLPack gives each part a storage that is no longer than itself; a view would have that of
-        # the whole.
+        # DLPack gives each part a storage of its own length; a view would have the whole's.
         parts = [from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
         for parameter, part in zip(parameters, parts):
             if isinstance(parameter, nn.Parameter):

@@ -58,8 +58,7 @@ class Binder:
     def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         if not self._captured:
             return bind(op, *tensors, **fixed)
-        # What is compiled on first use is compiled before the capture. Inductor's takes too long
-        # for what it gains.
+        # Compiled on first use means before the capture; Inductor's takes too long for its gain.
         with context.overriding({"jit": "in_request", "graph_strict_mode": True},
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)

@@ -39,8 +39,7 @@ def _make_byte_characters() -> tuple[str, ...]:
 BYTE_CHARACTERS = _make_byte_characters()
 BYTES = {c: b for b, c in enumerate(BYTE_CHARACTERS)}
 
-# Letters are mapped to `a` (except those of contractions), digits to `1`, white space to a tab, all
-# else to `!`.
+# Letters (but contractions) become `a`, digits `1`, white space a tab, all else `!`.
 _PIECE = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[a-z]+| ?1+| ?['!]+|[ \t]+(?![^ \t])|[ \t]+")
 
 

@@ -28,8 +28,7 @@ class Config(NamedTuple):
     cols: int              # tiles of 8 rows that a warp holds in registers
     stages: int
     step: int              # keys of a stage; KEYS of each warp for cascade.cu
-    # grouped.cu: into how many ranges keys are cut; cascade.cu: about as many blocks for all KV
-    # heads
+    # grouped.cu: into how many ranges keys are cut; cascade.cu: about as many blocks in all
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
     wgmma: bool = False    # grouped_wgmma.cu, which keeps the queries in shared memory

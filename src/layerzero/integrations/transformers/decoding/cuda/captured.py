@@ -53,8 +53,7 @@ class FixedBuffers:
         place = weights.device
         pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
         self._table = pages.view(batch, -1)
-        # How many tokens there are before the new one, and with it, for each row of the batch:
-        # raised together.
+        # How many tokens there are before the new one, and with it, in each row of the batch.
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self.embeds = embeds                   # the token comes embedded

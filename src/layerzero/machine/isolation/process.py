@@ -84,6 +84,7 @@ _SAME_TYPE = {t.__name__: t for t in (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
     NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError)}
 _PLAIN = (type(None), bool, int, float, str)
+NO_ANSWER = (Late, Closed, Garbled)
 
 
 @dataclass(frozen=True)
@@ -215,13 +216,8 @@ class Worker:
                 if any(t is other for other in written) and copy is not None:
                     unexpanded(t).copy_(copy)
             return result
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
@@ -235,13 +231,8 @@ class Worker:
             self.link.send(kind, body)
             answered, answer = self.link.receive(seconds)
             self.busy = False
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
@@ -369,19 +360,21 @@ class Worker:
         return WorkerLost(self.name,
                           f"its answer cannot be read ({what}), so it was stopped"[:400])
 
+    def _no_answer(self, problem: Exception, seconds: float) -> WorkerFault:
+        """Returns the error for an answer that is late, cut off or cannot be read."""
+        if isinstance(problem, Late):
+            self.kill()
+            return WorkerTimeout(self.name, seconds)
+        return self._lost() if isinstance(problem, Closed) else self.garbled(problem)
+
     def _wait(self, seconds: float, kind: int = 0, body: bytes = b"") -> tuple[int, bytes]:
         """Waits for an answer that is not of a call, after sending what it answers, if anything."""
         try:
             if kind:
                 self.link.send(kind, body)
             return self.link.receive(seconds)
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         except BaseException:                  # an interrupt
             self.kill()
             raise

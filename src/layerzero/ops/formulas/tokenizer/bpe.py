@@ -237,6 +237,12 @@ _MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l"
            "Ġ w", "o r", "Ġw or")
 
 
+# the model of a byte-level tokenizer.json, but for its vocabulary and merges
+BPE_MODEL: Mapping[str, Any] = {
+    "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+    "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+
+
 def tiny_tokenizer(template: bool = False, pad: bool = False,
                    merges: Sequence[str] = _MERGES) -> dict[str, Any]:
     """Returns a small tokenizer.json: 256 bytes, some merges, special tokens, an added one."""
@@ -265,8 +271,4 @@ def tiny_tokenizer(template: bool = False, pad: bool = False,
     return {
         "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added,
         "normalizer": None, "pre_tokenizer": byte_level, "post_processor": post,
-        "decoder": byte_level, "model": {"type": "BPE", "dropout": None, "unk_token": None,
-                                         "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                                         "ignore_merges": False,
-                  "vocab": vocab, "merges": list(merges)}}
+        "decoder": byte_level, "model": {**BPE_MODEL, "vocab": vocab, "merges": list(merges)}}

@@ -65,8 +65,7 @@ __all__ = sorted({*_PLACES, *_GROUPS, *_OPS})
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_load().worlds.current().catalog.ops, "__all__", "__doc__",
-                   "__file__",
-                   "__version__"})
+                   "__file__", "__version__"})
 
 
 def _public(name: str) -> Any:

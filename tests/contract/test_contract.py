@@ -20,12 +20,7 @@ from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Category
-from layerzero.verify.kernel.contract import (
-    case_values,
-    check_case,
-    check_kernel,
-    refusals,
-)
+from layerzero.verify.kernel.contract import case_values, check_case, check_kernel, refusals
 from layerzero.verify.kernel.judging import worst_indices
 
 ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm",

@@ -18,10 +18,7 @@ from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E
 from layerzero.integrations.transformers.decoding import shared_prompt  # noqa: E402
 from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
-from layerzero.integrations.transformers.decoding.shared_prompt import (  # noqa: E402
-    SHARED,
-    SharedLayer,
-)
+from layerzero.integrations.transformers.decoding.shared_prompt import SHARED, SharedLayer  # noqa: E402
 
 pytestmark = pytest.mark.integration
 needs_native = pytest.mark.skipif(native_build.is_built() is not True,

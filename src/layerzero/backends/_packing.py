@@ -46,9 +46,7 @@ class PackedWeights:
     def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor,
             growth: int = 1) -> Any | None:
         """Returns `pack(*tensors)`, cached under `kind`; None for weights that must not be packed.
-
-        A packed copy has `growth` times the bytes of the tensors.
-        """
+        A packed copy has `growth` times the bytes of the tensors."""
         try:
             versions = tuple([t._version for t in tensors])
         except RuntimeError:                   # an inference tensor: changes cannot be detected
@@ -81,8 +79,7 @@ class PackedWeights:
             return packed
 
     def forget(self, *tensors: Tensor) -> int:
-        """Drops what was packed from these tensors or others of their storage, or everything;
-        returns how many."""
+        """Drops what was packed from these tensors' storage, or everything; returns how many."""
         with self._packing:
             storages = [t.untyped_storage() for t in tensors]
             dropped = [key for key, e in self._entries.copy().items()
@@ -101,8 +98,7 @@ class PackedWeights:
 
 
 def _same_owners(entry: _Entry, tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether the storages are the same: the address of a resized storage may be reused by
-    others."""
+    """Returns whether the storages are the same: a resized storage's address may be reused."""
     return all(owner() is t.untyped_storage() for owner, t in zip(entry.owners, tensors))
 
 

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.formulas.common import position_terms
-from ..ops.formulas.paged import (
-    Part,
-    group_heads,
-    merge_parts,
-    read_spans,
-    ungroup_heads,
-)
+from ..ops.formulas.paged import Part, group_heads, merge_parts, read_spans, ungroup_heads
 from ..spec import rules as r
 from ..spec.reason import Code
 
@@ -62,8 +56,7 @@ def cpu_flash() -> Callable[..., Any]:
 def empty_result(query: Tensor, dim: int) -> Part:
     """Returns the result for rows that see no key."""
     lse = torch.full(query.shape[:2], -math.inf,
-                     dtype=torch.promote_types(query.dtype, torch.float32),
-                     device=query.device)
+                     dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     return query.new_zeros((*query.shape[:2], dim)), lse
 
 
@@ -120,8 +113,7 @@ def cast_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """MLA's cache as one KV head whose key and value are (ckv, kpe); the kpe part of the result is
-    unused."""
+    """MLA's cache as one KV head: key and value are (ckv, kpe), and kpe of the result is unused."""
 
     ckv: Tensor
     kpe: Tensor
@@ -146,8 +138,7 @@ Cache = Union[PagedCache, LatentCache]
 
 def read_pieces(cache: Cache, row: Tensor, start: int, stop: int,
                  whole: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields keys and values of the tokens [start, stop) of a sequence in pieces; `whole`: in one
-    piece."""
+    """Yields keys and values of tokens [start, stop) of a sequence in pieces, or `whole`."""
     size = cache.page_size
     first = start // size
     pages = row[first:-(-stop // size)]
@@ -178,8 +169,7 @@ def _contiguous_runs(cache: PagedCache, pages: Tensor) -> list[int]:
 
 
 def _attend(flash: Callable[..., Any], cache: Cache, q: Tensor, row: Tensor, length: int,
-            is_causal: bool,
-            window_left: int, scale: float | None) -> Part:
+            is_causal: bool, window_left: int, scale: float | None) -> Part:
     """Attends to one sequence; q is (tokens, heads, dim), and every row sees a key.
 
     Keys that need no mask come first, with the query group packed into rows so that each KV head is
@@ -245,8 +235,7 @@ def attend_by_pieces(op: str, cache: Cache, query: Tensor, block_table: Tensor,
         for a in range(first, s.last, step):
             b = min(a + step, s.last)
             out[a:b], lse[a:b] = _attend(flash, cache, query[a:b], block_table[i],
-                                         s.length - (s.last - b), is_causal,
-                                         window_left, scale)
+                                         s.length - (s.last - b), is_causal, window_left, scale)
     return out, lse
 
 

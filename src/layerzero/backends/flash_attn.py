@@ -25,8 +25,7 @@ from ._pages import half_cache_rules
 
 NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
-# A row that sees no key gets +inf, where the contract has -inf; there is no gradient through the
-# log-sum-exp.
+# A row without keys gets +inf, where the contract has -inf; lse has no gradient.
 LSE: tuple[r.Condition, ...] = (
     r.any_of(r.off("return_lse"), r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)),
     r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED)))
@@ -200,8 +199,7 @@ def _v2_paged() -> Callable[..., Any]:
         result = flash_attn_with_kvcache(
             query[:, None], key_cache, value_cache, cache_seqlens=context_lens,
             block_table=block_table, softmax_scale=scale, causal=is_causal,
-            window_size=(window_left, -1), softcap=softcap,
-            return_softmax_lse=return_lse)
+            window_size=(window_left, -1), softcap=softcap, return_softmax_lse=return_lse)
         return (result[0][:, 0], _fix_empty_lse(result[1][..., 0])) if return_lse else result[:, 0]
 
     return run

@@ -124,8 +124,7 @@ def _special_around(handle: TokenizerHandle, native: Any) -> tuple[Sequence[int]
 
 
 def _split_encoding(encoding: Any, around: int) -> EncodedText | None:
-    """Splits an encoding into the text's tokens and the special ones; None if the text occurs more
-    than once."""
+    """Splits an encoding into the text's tokens and the special ones; None if text recurs."""
     text_positions = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
     first, end = ((text_positions[0], text_positions[-1] + 1) if text_positions
                   else (len(encoding), len(encoding)))
@@ -155,16 +154,14 @@ def _encoded_text(encoding: Any, handle: TokenizerHandle, text: str,
 
 
 def _truncation_changes_offsets(handle: TokenizerHandle, request: Request) -> bool:
-    """Returns whether truncation changes offsets: a trimming post-processor treats the first token
-    specially."""
+    """Returns whether truncation changes offsets, as a trimming post-processor may."""
     lengths = request.lengths
     return (request.offsets and lengths.limit is not None and lengths.cut_left
             and not _split_points(handle).offsets)
 
 
 def _truncate_in_library(handle: TokenizerHandle, text: str, request: Request) -> EncodedText:
-    """Encodes with truncation inside the library, in the rare cases where only that gives its
-    offsets."""
+    """Encodes with truncation inside the library, in the rare cases where its offsets need it."""
     limit, side = request.lengths.limit, "left" if request.lengths.cut_left else "right"
     assert limit is not None
     key, truncation = ("cut", bool(request.parse_special)), (limit, side)

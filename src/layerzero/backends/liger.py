@@ -72,8 +72,7 @@ def _rope() -> Callable[..., Any]:
         if position_ids is not None:
             cos, sin = cos[position_ids], sin[position_ids]
         cos, sin = (t.float() if t.dim() == 3 else t.float()[None] for t in (cos, sin))
-        # It takes (batch, heads, seq, dim) views of (batch, seq, heads, dim) storage and rotates it
-        # in place.
+        # Takes (batch, heads, seq, dim) views of (batch, seq, heads, dim), rotated in place.
         swap = layout == "bhsd"
         copies = [(t.transpose(-3, -2) if swap else t).clone(memory_format=torch.contiguous_format)
                   for t in (q, k)]
@@ -120,8 +119,7 @@ def _geglu() -> Callable[..., Any]:
     return run
 
 
-# Losses. The library overwrites the logits with the gradient in the forward; its backward only
-# scales it.
+# Losses. The forward overwrites the logits with the gradient; the backward only scales it.
 
 class _RowLosses(torch.autograd.Function):
     """Cross entropy of each row; the backward scales the library's gradient into a new tensor."""
@@ -130,8 +128,7 @@ class _RowLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
                 needs_grad: bool) -> Tensor:
         from liger_kernel.ops.cross_entropy import cross_entropy_forward
-        # A copy, as the library writes into it; in float32, as the losses get the dtype of the
-        # logits.
+        # A copy, as the library writes into it; in float32, as the losses get its dtype.
         copy = logits.detach().to(torch.float32, copy=True).requires_grad_(needs_grad)
         loss: Tensor = cross_entropy_forward(copy, targets, None, ignore_index, 0.0, smoothing,
                                              "none", None, False)[0]
@@ -157,8 +154,7 @@ def _cross_entropy() -> Callable[..., Any]:
     import liger_kernel.ops.cross_entropy  # noqa: F401
 
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         needs_grad = torch.is_grad_enabled() and logits.requires_grad
         loss = _RowLosses.apply(  # type: ignore[no-untyped-call]
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index,
@@ -173,8 +169,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
-                ignore_index: int,
-                smoothing: float) -> Tensor:
+                ignore_index: int, smoothing: float) -> Tensor:
         from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
         loss, _, _, _, *gradients = fused_linear_cross_entropy_forward(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index,
@@ -230,8 +225,7 @@ KERNELS = (
         *NORM, r.one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0,
            **_LIBRARY),
     Kernel("liger.add_rms_norm", add_rms_norm, _add_rms_norm,
-           (*NORM, WEIGHT, r.contiguous("residual")), prior=4.0,
-           **_LIBRARY),
+           (*NORM, WEIGHT, r.contiguous("residual")), prior=4.0, **_LIBRARY),
     Kernel("liger.layer_norm", layer_norm, _layer_norm, (
         *NORM, WEIGHT, r.one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0,
            **_LIBRARY),

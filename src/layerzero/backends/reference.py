@@ -1,5 +1,4 @@
-"""The references of all operations as kernels: slow, but they serve every valid call on any
-device."""
+"""The references of all operations as kernels: slow, and for every valid call on any device."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from ..spec.op import Op
 
 
 def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
-    """Returns a loader of the op's reference as a global of this module, so that a descriptor can
-    name it."""
+    """Returns a loader of the op's reference as a global here, so that a descriptor can name it."""
     def load() -> Callable[..., Any]:
         return op.reference
 

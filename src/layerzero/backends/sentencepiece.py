@@ -116,7 +116,6 @@ KERNELS = (
            graph_safe=False, traceable=False, differentiable=False,
            note="several texts on several threads"),
     Kernel("sentencepiece.decode", detokenize, _decode,
-           (SENTENCEPIECE, r.on("skip_special_tokens")), "sentencepiece",
-           overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False,
-           baseline=True),
+           (SENTENCEPIECE, r.on("skip_special_tokens")), "sentencepiece", overhead_us=30.0,
+           graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

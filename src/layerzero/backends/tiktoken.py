@@ -54,8 +54,7 @@ def _build(handle: TokenizerHandle) -> Any:
 
 
 def _published_arguments(name: str, ranks: dict[bytes, int]) -> dict[str, Any]:
-    """Returns the arguments of the encoding that tiktoken publishes as <name>.tiktoken, with these
-    ranks."""
+    """Returns the arguments of the encoding published as <name>.tiktoken, with these ranks."""
     from tiktoken_ext import openai_public  # type: ignore[import-untyped]
 
     make = openai_public.ENCODING_CONSTRUCTORS[name]
@@ -81,8 +80,7 @@ def _encode_ids(native: Any, text: str, parse_special: bool | None) -> list[int]
 
 
 class _CharacterCounts(dict[int, tuple[int, bool]]):
-    """Per id: how many characters begin in it, and whether it begins inside one. Computed on first
-    use."""
+    """Per id: how many characters begin in it, and whether it begins inside one. Made lazily."""
 
     def __init__(self, native: Any) -> None:
         super().__init__()

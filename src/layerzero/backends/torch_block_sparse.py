@@ -21,8 +21,7 @@ from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
 
-# Bytes of a mask that is made as a whole: to ask the mask_mod for each block of queries takes
-# milliseconds.
+# Bytes of a mask that is made as a whole: asking the mask_mod per block takes milliseconds.
 AT_ONCE = 1 << 24
 
 

@@ -44,8 +44,7 @@ COMPILERS = {"win32": "cl", "darwin": "clang++"}
 
 @functools.lru_cache(maxsize=None)
 def compiler() -> bool | Reason:
-    """Returns True, or why nothing can be compiled here. Triton needs a C++ compiler for a GPU as
-    well."""
+    """Returns True, or why nothing compiles here. Triton needs a C++ compiler for a GPU too."""
     name = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     return (bool(shutil.which(name.split()[0]))
             or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})"))
@@ -57,8 +56,7 @@ class CompiledReference:
     def __init__(self, op: Op) -> None:
         self.op = op
         self.names = tuple(p.name for p in op.params)
-        # variant -> tensor -> the axes of exact sizes, counted from the end, as a starred one may
-        # be several
+        # variant -> tensor -> the axes of exact sizes, from the end, as a starred one is several
         self.exact = {variant: {name: frozenset(i - len(tokens) for i, token in enumerate(tokens)
                                                 if token in op.exact)
                                 for name, tokens in shapes.items()}
@@ -96,8 +94,7 @@ class CompiledReference:
 
     @staticmethod
     def mark_dynamic(value: Tensor, exact: frozenset[int]) -> Tensor:
-        """Returns an alias of the tensor with its symbolic sizes marked as dynamic; the caller's
-        tensor is not."""
+        """Returns an alias of the tensor whose symbolic sizes are marked as dynamic."""
         alias, ndim = value.detach(), value.dim()
         for i, n in enumerate(value.shape):
             if n > 1 and i - ndim not in exact:
@@ -105,11 +102,8 @@ class CompiledReference:
         return alias
 
     def compile(self) -> Callable[..., Any]:
-        """Compiles a copy of the reference with a unique name.
-
-        torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
-        makes it raise instead.
-        """
+        """Compiles a copy of the reference with a unique name. torch counts recompilations by name,
+        and past eight it silently runs eagerly. fullgraph makes it raise instead."""
         formula: Any = self.op.reference
         own = FunctionType(formula.__code__.replace(co_name=f"{self.op.name}_{next(_serial)}"),
                            formula.__globals__, formula.__name__, formula.__defaults__,

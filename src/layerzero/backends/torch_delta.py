@@ -85,8 +85,7 @@ def _token() -> Callable[..., Any]:
 
 KERNELS = (
     Kernel("torch.gated_delta_rule_token", gated_delta_rule, _token, prior=6.0, overhead_us=60.0,
-           baseline=True,
-           workspace="16 * batch * value_heads * head_dim * value_dim",
+           baseline=True, workspace="16 * batch * value_heads * head_dim * value_dim",
            requires=(r.equals("seq", 1), r.at_least("batch", 1, Code.EMPTY_INPUT))),
     Kernel("torch.gated_delta_rule", gated_delta_rule, _chunked, prior=4.0, overhead_us=150.0,
            baseline=True, workspace="16 * batch * seq * value_heads * (64 + head_dim + value_dim)",

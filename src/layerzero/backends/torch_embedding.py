@@ -1,5 +1,4 @@
-"""torch.embedding and index_select. They differ in the backward: a dense scatter, or one row added
-after another."""
+"""torch.embedding and index_select: their backward is a dense scatter, or rows added in turn."""
 
 from __future__ import annotations
 

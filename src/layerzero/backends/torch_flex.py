@@ -63,8 +63,7 @@ def _flex() -> Callable[..., Any]:
 
 
 def _mask_mod(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:
-    """Returns a mask_mod: whether key k is within [left, right] of query q's position on the
-    diagonal."""
+    """Returns a mask_mod: is key k within [left, right] of query q's position on the diagonal?"""
     def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = k - q - diagonal
         return (distance <= right) & (distance >= -left)
@@ -113,6 +112,5 @@ RULES: tuple[r.Condition, ...] = (
 
 KERNELS = (
     Kernel("torch.flex", attention, _flex, prior=5.0, overhead_us=40.0, variants=("bhsd",),
-           jit=True, traceable=False,
-           requires=RULES),
+           jit=True, traceable=False, requires=RULES),
 )

@@ -30,8 +30,7 @@ Rows = Union[Tensor, slice]                    # where an item's keys lie in the
 
 
 class KeysOfItems(torch.autograd.Function):
-    """The rows of each item. Gradients of rows that items share are added in float32 or wider and
-    rounded once."""
+    """The rows of each item. Gradients of shared rows are added in float32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, *rows: Rows) -> tuple[Tensor, ...]:

@@ -137,14 +137,12 @@ def _packed(t: Tensor) -> Tensor:
 
 
 def _is_unaligned(t: Tensor) -> bool:
-    """Returns whether a row may begin beside a multiple of 16 bytes, from which the kernels
-    load."""
+    """Returns whether a row may begin beside a multiple of 16 bytes, which the kernels load."""
     return any((n * t.element_size()) % 16 for n in (t.storage_offset(), *t.stride()[:-1]))
 
 
 def _attention_efficient() -> Callable[..., Any]:
-    """Returns the memory-efficient kernel, which has one program for each block of queries of a
-    head."""
+    """Returns the memory-efficient kernel: one program for each block of queries of a head."""
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
@@ -190,9 +188,8 @@ KERNELS = (
         r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT)),
            prior=0.02, overhead_us=20.0, batch_invariant=True, only_invariant=True,
            note="one row at a time"),
-    Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02,
-           overhead_us=200.0, variants=("bhsd",), note="one head of one sequence at a time",
-           **BOTH),
+    Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02, overhead_us=200.0,
+           variants=("bhsd",), note="one head of one sequence at a time", **BOTH),
     Kernel("torch.attention_wide", attention, _attention_wide, (
         r.device("cpu"), r.dtypes(*FLOATS), *FLASH_RULES, SAME_HEAD_DIM, POSITIVE_SCALE),
            torch=">=2.9", prior=5.0, overhead_us=10.0, variants=("bhsd",), sdpa_backend=FLASH,

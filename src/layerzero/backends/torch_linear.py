@@ -41,8 +41,7 @@ def _linear() -> Direct:
 
 
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """Returns the linear layer, the linear layer times another tensor, and the packing of a
-    weight."""
+    """Returns the linear layer, the layer times another tensor, and the packing of a weight."""
     ops = torch.ops.mkldnn
     reorder = ops._reorder_linear_weight.default
 
@@ -98,8 +97,7 @@ def _mlp_vector() -> Callable[..., Any]:
 
 
 def _mlp() -> Callable[..., Any]:
-    """Separate matmuls for gate and up: their results are contiguous, which pays off for many
-    rows."""
+    """Separate matmuls for gate and up: contiguous results, which pays off for many rows."""
     silu_, is_compiling = torch._C._nn.silu_, torch.compiler.is_compiling
     functorch_level = torch._C._functorch.maybe_current_level
 
@@ -201,13 +199,11 @@ KERNELS = (
     Kernel("torch.mlp", mlp, _mlp, prior=6.0, overhead_us=8.0, baseline=True),
     Kernel("torch.mlp_fused", mlp, _mlp_fused, prior=6.5, overhead_us=7.0,
            requires=(r.one_of("activation", *GATED), r.absent("weight_up.dtype"),
-                     r.absent("bias_up.dtype"),
-                     r.any_of(r.device("cuda"), r.at_most("rows", 64)))),
+                     r.absent("bias_up.dtype"), r.any_of(r.device("cuda"), r.at_most("rows", 64)))),
     Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0,
            differentiable=False, traceable=False,
            workspace="itemsize * (hidden * wide + inner * out)",
-           # Small float32 weights are in the cache: the lookup of packed weights costs what it
-           # gains.
+           # Small float32 weights are in the cache: looking up packed ones costs what it gains.
            requires=(*PREPACKED, *map(r.contiguous, ("bias_in", "bias_up", "bias_down")),
                      r.at_least("out", 1, Code.EMPTY_INPUT),
                      r.any_of(r.dtypes("bfloat16"), r.at_least("hidden", 1024))),

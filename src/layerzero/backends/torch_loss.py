@@ -1,5 +1,4 @@
-"""Cross entropy by torch, and in chunks of rows, so that the float32 logits never exist as a
-whole."""
+"""Cross entropy by torch, and in chunks of rows: the float32 logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class _Rows:
         return losses.masked_fill_(~self.valid[part], 0.0)
 
     def gradient(self, part: slice, p: Tensor, label_smoothing: float, weight: Tensor) -> Tensor:
-        """Turns probabilities, in place, into the gradient of each row's loss times its
-        `weight`."""
+        """Turns probabilities, in place, into the gradients of the row losses times `weight`."""
         columns = self.columns[part]
         p.scatter_add_(1, columns, p.new_full((), label_smoothing - 1.0).expand(columns.shape))
         if label_smoothing > 0.0:
@@ -62,15 +60,13 @@ def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smooth
                 reduction: str) -> Tensor:
     out = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).to(_wide_dtype(logits)), targets.reshape(-1).long(),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing, reduction=reduction)
+        ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
     return out.view(targets.shape) if reduction == "none" else out
 
 
 def _cross_entropy() -> Callable[..., Any]:
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         return _torch_loss(logits, targets, ignore_index, label_smoothing, reduction)
 
     return run
@@ -91,8 +87,7 @@ def _row_losses(logits: Tensor, rows: _Rows, label_smoothing: float) -> Tensor:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The loss of each row. The backward recomputes the probabilities, so that only the logits are
-    saved."""
+    """The loss of each row. The backward recomputes the probabilities; only logits are saved."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: _Rows, label_smoothing: float) -> Tensor:
@@ -114,8 +109,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 def _cross_entropy_chunked() -> Callable[..., Any]:
     def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
-            label_smoothing: float = 0.0,
-            reduction: str = "mean") -> Tensor:
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         rows, flat = _Rows(targets, ignore_index), logits.reshape(-1, logits.shape[-1])
         losses = (_ChunkedLosses.apply if torch.is_grad_enabled() and logits.requires_grad
                   else _row_losses)
@@ -144,8 +138,7 @@ def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Te
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The sum of all losses. The forward computes the gradients of a chunk while its logits
-    exist."""
+    """The sum of all losses. The forward computes a chunk's gradients while its logits exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _Rows,

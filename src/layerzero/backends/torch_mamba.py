@@ -95,9 +95,8 @@ def _update() -> Callable[..., Any]:
 def _scan() -> Callable[..., Any]:
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
             z: Tensor | None = None, dt_bias: Tensor | None = None,
-            initial_states: Tensor | None = None, *, dt_softplus: bool = False,
-            dt_min: float = 0.0, dt_max: float | None = None,
-            return_final_states: bool = False) -> Any:
+            initial_states: Tensor | None = None, *, dt_softplus: bool = False, dt_min: float = 0.0,
+            dt_max: float | None = None, return_final_states: bool = False) -> Any:
         # all of it is in float32, also inside the caller's autocast
         with torch.autocast(x.device.type, enabled=False):
             out, state = compute(*prepare(x, dt, A, B, C, dt_bias, initial_states, dt_softplus,

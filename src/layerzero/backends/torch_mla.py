@@ -41,13 +41,11 @@ def _mla_matmul() -> Callable[..., Any]:
 def mla_matmul(
     q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
     context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None,
-    return_lse: bool = False,
+    scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
 ) -> Any:
     out, lse = empty_result(q_nope, q_nope.shape[2])
     for i, s in enumerate(read_spans("mla_paged_attention", q_nope.shape[0], block_table,
-                                     context_lens, cu_seqlens_q,
-                                     ckv_cache.shape[1], max_seqlen_q)):
+                                     context_lens, cu_seqlens_q, ckv_cache.shape[1], max_seqlen_q)):
         # earlier rows see no key
         first = max(s.first, s.last - s.length) if is_causal else s.first
         count = s.last - first
@@ -77,9 +75,8 @@ def _mla_pieces() -> Callable[..., Any]:
             context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
             scale: float, max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
         out, lse = attend_by_pieces("mla_paged_attention", LatentCache(ckv_cache, kpe_cache),
-                                     torch.cat((q_nope, q_pe), -1),
-                                     block_table, context_lens, cu_seqlens_q, is_causal, scale, -1,
-                                     max_seqlen_q)
+                                    torch.cat((q_nope, q_pe), -1), block_table, context_lens,
+                                    cu_seqlens_q, is_causal, scale, -1, max_seqlen_q)
         out = out[..., :q_nope.shape[2]].contiguous()
         return (out, lse) if return_lse else out
 

@@ -57,8 +57,7 @@ def _grouped_loop() -> Callable[..., Any]:
 
 
 def _grouped_mm() -> Callable[..., Any]:
-    """One call for all groups. It leaves rows past the last group uninitialised, so they are zeroed
-    here."""
+    """One call for all groups. It leaves rows past the last group unset; they are zeroed here."""
     product = torch._grouped_mm
 
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
@@ -82,8 +81,7 @@ def _group_ends(group_sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def _grouped_padded() -> Callable[..., Any]:
-    """Pads the groups to the largest and multiplies one batch: for many small groups of similar
-    size."""
+    """Pads the groups to the largest and multiplies one batch: for many small, similar groups."""
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
             offsets: Tensor | None = None) -> Tensor:
         ends = torch.tensor(read_group_ends(x, group_sizes, offsets), device=x.device)
@@ -101,8 +99,7 @@ def _grouped_padded() -> Callable[..., Any]:
 
 
 def _grouped_masked() -> Callable[..., Any]:
-    """Multiplies every row by every weight and keeps each row's own: no size is read, so it can be
-    traced."""
+    """Multiplies every row by every weight and keeps its own: reads no size, can be traced."""
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
             offsets: Tensor | None = None) -> Tensor:
         ends = _group_ends(group_sizes, offsets)
@@ -143,8 +140,7 @@ def _gate() -> Callable[..., Any]:
 
 
 def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
-    """Returns the indices of the highest scores by torch.topk, on the CPU, if no tie leaves their
-    order open; NaN counts as a tie."""
+    """Returns the indices of the highest scores by torch.topk if no tie (or NaN) is among them."""
     if (scores.device.type != "cpu" or type(scores) not in PLAIN_TENSORS
         or not top_k < scores.shape[-1] or torch.compiler.is_compiling()):
         return None
@@ -156,8 +152,7 @@ def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
 # Experts.
 
 def _routing(topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None,
-             top_k: int, scoring: str,
-             normalize: bool) -> tuple[Tensor, Tensor]:
+             top_k: int, scoring: str, normalize: bool) -> tuple[Tensor, Tensor]:
     if logits is not None:
         return route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     assert topk_ids is not None and topk_weights is not None   # checked by the contract
@@ -208,8 +203,7 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
 
 
 def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: Expert,
-               experts: int, weight_on: str,
-               wide: torch.dtype) -> Tensor:
+               experts: int, weight_on: str, wide: torch.dtype) -> Tensor:
     out = torch.zeros(flat.shape, dtype=wide, device=flat.device)
     for slot, e in enumerate(local):
         if e == experts:
@@ -270,8 +264,7 @@ def _prepacked_experts() -> Callable[..., Any]:
 
 
 def _sorted_experts() -> Callable[..., Any]:
-    """Runs all experts in two grouped GEMMs over tokens sorted by expert; no size is read from the
-    device."""
+    """Runs all experts in two grouped GEMMs over tokens sorted by expert; reads no size."""
     product = torch._grouped_mm
 
     def run(
@@ -306,8 +299,7 @@ def _sorted_experts() -> Callable[..., Any]:
 
 
 def _masked_experts() -> Callable[..., Any]:
-    """Runs every expert on every token and keeps the chosen ones: no size is read, so it can be
-    traced."""
+    """Runs every expert on every token and keeps the chosen: reads no size, can be traced."""
     def run(
         x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
@@ -343,9 +335,7 @@ GROUPED: tuple[r.Condition, ...] = (
 
 KERNELS = (
     Kernel("torch.grouped_loop", grouped_gemm, _grouped_loop, prior=6.0, overhead_us=15.0,
-           baseline=True, graph_safe=False,
-           traceable=False,
-           note="reads the sizes on the host"),
+           baseline=True, graph_safe=False, traceable=False, note="reads the sizes on the host"),
     Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0,
            overhead_us=20.0,
            differentiable=False,
@@ -366,9 +356,7 @@ KERNELS = (
     Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0, baseline=True,
            note="on the CPU a tie among the highest takes a search over integers"),
     Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True,
-           graph_safe=False,
-           traceable=False,
-           note="reads the sizes on the host"),
+           graph_safe=False, traceable=False, note="reads the sizes on the host"),
     Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0,
            workspace="16 * rows * wide",
            note="runs every expert on every token; for torch.compile and CUDA graphs"),
@@ -381,6 +369,5 @@ KERNELS = (
     Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0,
            differentiable=False,
            requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8),
-                     r.multiple_of("inner", 8),
-                                      r.contiguous("w_gate_up"), r.contiguous("w_down"))),
+                     r.multiple_of("inner", 8), r.contiguous("w_gate_up"), r.contiguous("w_down"))),
 )

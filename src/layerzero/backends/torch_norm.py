@@ -63,8 +63,7 @@ def _group_norm() -> Direct:
 
 
 def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
-    """torch takes weight and bias of the input's dtype; with a half type on the CPU also both in
-    float32."""
+    """torch takes weight and bias in the input's dtype; half types on the CPU, float32 too."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
     rules: list[r.Condition] = []
     for name in ("weight", "bias"):
@@ -78,9 +77,9 @@ def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
                 for w in (dtype, *wide)]
         rules += [r.When(r.equals("dtype", dtype), rule) for rule in both]
         # Without a weight its backward assumes that the bias has the input's dtype.
-        alone = r.any_of(r.one_of("weight.dtype", *wide),
-                         r.one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
-        rules.append(r.When(r.equals("dtype", dtype), alone))
+        bias_alone = r.any_of(r.one_of("weight.dtype", *wide),
+                              r.one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
+        rules.append(r.When(r.equals("dtype", dtype), bias_alone))
     return tuple(rules)
 
 
@@ -113,8 +112,7 @@ KERNELS = (
            requires=(r.contiguous("x"), *PARAMETER_DTYPES,
                      # On an H200 half types have four times the eager error if the mean is large.
                      r.any_of(r.device("cpu"), r.dtypes("float32", "float64")),
-                     # In a half type the error of its weight gradient is ten times the reference's
-                     # at a large mean.
+                     # In a half type its weight gradient is ten times less exact at a large mean.
                      r.any_of(r.dtypes("float32", "float64"),
                               r.differs("weight.requires_grad", True, Code.BACKWARD_UNSUPPORTED)),
                      # Its backward of a bias without a weight raises.

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import FLOATS, position_terms
-from ..ops.formulas.paged import (
-    Part,
-    gather_pages,
-    group_heads,
-    read_spans,
-    ungroup_heads,
-)
+from ..ops.formulas.paged import Part, gather_pages, group_heads, read_spans, ungroup_heads
 from ..ops.paged_attention import OP as paged_attention
 from ..ops.paged_attention import dequantize_cache
 from ..spec import rules as r
@@ -58,8 +52,7 @@ def gather_attention(
 ) -> Any:
     out, lse = empty_result(query, value_cache.shape[3])
     for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
-                                     cu_seqlens_q,
-                                     key_cache.shape[1], max_seqlen_q)):
+                                     cu_seqlens_q, key_cache.shape[1], max_seqlen_q)):
         if s.first == s.last or s.length == 0:
             continue
         rows, count = slice(s.first, s.last), s.last - s.first
@@ -89,8 +82,7 @@ def gather_attention(
 
 
 def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None,
-                      scale: float | None,
-                      softcap: float) -> Part:
+                      scale: float | None, softcap: float) -> Part:
     """Computes softmax step by step, with the query heads of one KV head as rows of one matmul."""
     q = group_heads(query, key.shape[1])
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -181,8 +173,7 @@ KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,
            baseline=True, variants=("NHD",), graph_safe=False, traceable=False,
-           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,),
-           note=ON_HOST),
+           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,), note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
            variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",

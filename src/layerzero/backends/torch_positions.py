@@ -17,8 +17,7 @@ from ..spec.reason import Code
 
 
 def _rope_with(rotate: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> Callable[..., Any]:
-    """Returns a kernel that rotates by `rotate`, which gets only the rotary part, in float32 or
-    wider."""
+    """Returns a kernel that rotates by `rotate`, which gets the rotary part, float32 or wider."""
     def rotate_tensor(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         rotary = 2 * cos.shape[-1]
         if rotary == x.shape[-1]:

@@ -90,8 +90,7 @@ def _make_table(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the values of codes in units of their scale, int4 minus 8; by table where torch's
-    cast is slow."""
+    """Returns the values of codes in units of their scale; by table where torch's cast is slow."""
     if fmt.name == "int8" or (fmt.bits == 8 and (q.device.type != "cpu" or q.numel() < FEW_CODES)):
         return q.to(dtype)
     table = _table(q, fmt.name, dtype)
@@ -103,8 +102,7 @@ def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int,
-                      block_size: int,
-                      block_rows: int, dtype: torch.dtype) -> Tensor:
+                      block_size: int, block_rows: int, dtype: torch.dtype) -> Tensor:
     values = _decode(q, fmt, dtype)[..., :size]           # a new tensor, so it can be overwritten
     if zeros is not None:
         shift = zeros.to(dtype) if fmt.name == "int8" else zeros.to(dtype) - 8.0
@@ -201,17 +199,15 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
 
 def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
-            zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
-            group_size: int = 0, activations: str = "none",
-            global_scale: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
+            bias: Tensor | None = None, *, format: str, group_size: int = 0,
+            activations: str = "none", global_scale: Tensor | None = None) -> Tensor:
         if scales is None:
             return _ggml_linear(x, weight_q, bias, format, activations)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
-            # 8-bit codes are exact in bf16 and float32, so a row's scale can be applied last;
-            # float16 might overflow.
+            # 8-bit codes are exact in bf16 and float32, so a row's scale can come last.
             parts = [F.linear(x, _decode(weight_q[i:j], fmt, x.dtype))
                      for i, j in _slices(x, n, k, 1)]
             row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0]
@@ -283,8 +279,7 @@ def _int4_linear() -> Callable[..., Any]:
         return convert(torch.stack((weight_q & 15, weight_q >> 4), -1).flatten(1).int(), 1)
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-            bias: Tensor | None = None, *,
-            format: str, group_size: int = 0) -> Tensor:
+            bias: Tensor | None = None, *, format: str, group_size: int = 0) -> Tensor:
         def pack_scales(scales: Tensor, *zeros: Tensor) -> Tensor:
             wide = scales.float()
             shift = (8.0 - zeros[0].float()) * wide if zeros else torch.zeros_like(wide)
@@ -347,8 +342,7 @@ ONE_SCALE_PER_ROW: tuple[r.Condition, ...] = (
     r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
     r.one_of("group_size", 0), r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH))
 ON_CPU: tuple[r.Condition, ...] = (r.device("cpu"), r.cpu_isa("avx512f"), r.plain_tensors(),
-                                   r.contiguous("weight_q"),
-                                   r.contiguous("x"))
+                                   r.contiguous("weight_q"), r.contiguous("x"))
 
 CODES_ONLY = "reads the codes, and writes no dequantized weight"
 
@@ -376,8 +370,7 @@ KERNELS = (
                      r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      *ONE_SCALE_PER_ROW, r.contiguous("scales"), r.dtypes("bfloat16"),
                      r.at_most("rows", 16),
-                     # it reads whole vectors and crashes on rows of other lengths, and counts
-                     # the codes in 32 bits
+                     # it crashes on rows that are no whole vectors, and counts codes in 32 bits
                      r.multiple_of("in_features", 32), r.at_most("weight_size", (1 << 31) - 1))),
     Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0,
            differentiable=False, less_work=CODES_ONLY,

@@ -56,8 +56,7 @@ Selection = tuple[Tensor, Tensor, Tensor]
 def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],
                  prepare: Callable[[Tensor, float, Tensor | None, bool],
                                    Tensor] = rank_scores) -> Callable[..., Any]:
-    """Returns a kernel that selects tokens by `choose`; the steps before and after are the same for
-    all."""
+    """Returns a kernel that selects tokens by `choose`; the steps before and after are shared."""
     def run(
         logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, *, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
@@ -80,8 +79,7 @@ def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],
                 scalar_or_column(presence_penalty, presence_penalty_rows),
                 scalar_or_column(frequency_penalty, frequency_penalty_rows)))
         filters = make_filters(vocab, temperature, top_k, top_p, min_p, temperature_rows,
-                               top_k_rows, top_p_rows, min_p_rows,
-                               uniform.dtype)
+                               top_k_rows, top_p_rows, min_p_rows, uniform.dtype)
         scores = prepare(logits, temperature, temperature_rows, from_probs)
         token, chosen, total = choose(scores, filters, uniform, from_probs)
         is_possible = total > 0
@@ -96,8 +94,7 @@ def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],
 
 def _apply_penalties(logits: Tensor, history: Tensor | None, token_counts: Tensor | None,
                      penalties: Penalties) -> Tensor:
-    """Applies penalties; with a history alone, only to its tokens, where duplicates write the same
-    value."""
+    """Applies penalties; a history alone touches only its tokens (duplicates write one value)."""
     if history is None or token_counts is not None:
         return apply_penalties(logits, history, token_counts, penalties)
     vocab = logits.shape[-1]
@@ -149,8 +146,7 @@ def draw_unfiltered(scores: Tensor, filters: Filters, uniform: Tensor,
 
 def select_by_mass(scores: Tensor, filters: Filters, uniform: Tensor,
                    from_probs: bool) -> Selection:
-    """Selects by top-p and min-p among the highest scores; flatter rows, which keep more, use the
-    histogram."""
+    """Selects by top-p and min-p among the highest scores; flatter rows use the histogram."""
     probs = scores if from_probs else scores.exp()
     total = probs.sum(-1, keepdim=True, dtype=uniform.dtype)
     ranked, ids = top_scores(scores, FIRST_LOOK, from_probs)
@@ -174,8 +170,7 @@ def select_by_mass(scores: Tensor, filters: Filters, uniform: Tensor,
 
 def _nucleus(scores: Tensor, probs: Tensor, top_p: float, total: float, min_p: float,
              from_probs: bool) -> Tensor:
-    """Returns the weights of one row that top-p and min-p keep; a histogram of the mass finds the
-    cut of top-p."""
+    """Returns a row's weights that top-p and min-p keep; a histogram of mass finds top-p's cut."""
     if top_p < 1.0:
         # of the magnitude, as log-weights are <= 0
         bits = scores.view(torch.int32) >> BIN_BITS & BINS - 1
@@ -213,8 +208,7 @@ def select_argmax(logits: Tensor, filters: Filters, uniform: Tensor, from_probs:
 
 def select_argmax_by_block(logits: Tensor, filters: Filters, uniform: Tensor,
                            from_probs: bool) -> Selection:
-    """Selects the highest logit in the block with the highest maximum: torch's amax is much faster
-    than argmax."""
+    """Selects the highest logit in the block of the highest maximum: amax is faster than argmax."""
     vocab = logits.shape[-1]
     tops = _block_maxima(logits, BLOCK)
     if not (tops < torch.inf).all():
@@ -261,11 +255,8 @@ def top_scores(scores: Tensor, k: int, from_probs: bool) -> tuple[Tensor, Tensor
 
 
 def _top_ids(scores: Tensor, ids: Tensor, k: int, from_probs: bool) -> Tensor:
-    """Returns the ids of the `k` highest scores, ties by id.
-
-    topk does not order ties, so score and id are combined in one key: a float32 leaves the low bits
-    of a float64 zero.
-    """
+    """Returns the ids of the `k` highest scores, ties by id. topk does not order ties, so score and
+    id are combined in one key: a float32 leaves the low bits of a float64 zero."""
     # log-weights are <= 0, probabilities >= 0
     bits = scores.abs().to(torch.float64).view(torch.int64)
     if from_probs:

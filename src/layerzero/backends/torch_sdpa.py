@@ -55,8 +55,7 @@ SLOPES_WITHOUT_GRAD = r.differs("alibi_slopes.requires_grad", True, Code.BACKWAR
 LSE_WITHOUT_GRAD = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))
 FLOAT_MASK = r.one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
 SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
-# flash crashes.
+# CUDA kernels load 16 bytes at a time: unaligned, cuDNN gives wrong results, flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 # A mask from an unaligned address leaves the device in a failed state (torch 2.11, H200).
 MASK_ON_16_BYTES = r.when(r.present("attn_mask.dtype"), r.aligned("attn_mask", 16))
@@ -88,8 +87,7 @@ def _sdpa_bias() -> Callable[..., Any]:
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
-                             window_right, alibi_slopes,
-                             query.dtype)
+                             window_right, alibi_slopes, query.dtype)
         return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
 
     return run
@@ -119,8 +117,7 @@ def _flash_decode() -> Direct:
 
 
 def _flash_packed() -> Callable[..., Any]:
-    """Packs the query heads of a KV head into rows of one query, so that it is read once, not
-    `group` times."""
+    """Packs the query heads of a KV head into rows of one query, so that it is read once."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
     def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
@@ -142,8 +139,7 @@ def _flash_bias() -> Callable[..., Any]:
             is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
             window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
             return_lse: bool = False) -> Any:
-        # float32 for half types: the entry takes it, and a bfloat16 ALiBi bias would round
-        # distances.
+        # float32 for half types, which the entry takes: bfloat16 would round ALiBi's distances.
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
                              window_right, alibi_slopes,
                              torch.promote_types(query.dtype, torch.float32))
@@ -159,8 +155,7 @@ def _flash_bias() -> Callable[..., Any]:
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool,
                   causal_align: str | None, window_left: int, window_right: int,
                   alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores,
-    broadcastable."""
+    """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores."""
     seq_q, seq_k = query.shape[2], key.shape[2]
     if is_causal and attn_mask is None and window_left < 0 and alibi_slopes is None:
         offset = seq_k - seq_q if causal_align == "bottom_right" else 0
@@ -192,8 +187,7 @@ def _flash_cuda_lse() -> Direct:
 
 
 def _flash_window() -> Callable[..., Any]:
-    """Returns the lower-level flash entry, which has a window and takes (batch, seq, heads,
-    dim)."""
+    """Returns the lower flash entry, which has a window and takes (batch, seq, heads, dim)."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
@@ -243,8 +237,7 @@ def _efficient_bias() -> Callable[..., Any]:
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
-                             window_right, alibi_slopes,
-                             query.dtype)
+                             window_right, alibi_slopes, query.dtype)
         # Its loads are 16 elements wide: every row of the mask must be aligned to that.
         seq_k = key.shape[2]
         mask = mask.expand(*mask.shape[:-1], seq_k)
@@ -301,8 +294,7 @@ NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
 SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for rule in (
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
     r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
-# On CUDA torch may choose cuDNN or flash, which need alignment; for another head_dim it pads, which
-# copies.
+# On CUDA torch may choose cuDNN or flash, which need alignment, or pad, which copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     r.when(r.device("cuda"), MASK_ON_16_BYTES),
@@ -332,8 +324,7 @@ CUDA_EFFICIENT: tuple[r.Condition, ...] = (
     HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
-    r.multiple_of("head_dim_v", 8),
-    r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
+    r.multiple_of("head_dim_v", 8), r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
     r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED),
     HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_DROPOUT,
     NO_SOFTCAP)
@@ -426,18 +417,16 @@ KERNELS = (
            prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN,
-           prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True,
-           note=CUDNN_PLANS),
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN, prior=20.0, overhead_us=2.0,
+           variants=BHSD, deterministic=False, deterministic_backward=False,
+           requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
            prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE),
            plans_each_size=True, note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN,
-           prior=4.5, overhead_us=20.0, variants=BHSD,
-           workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False,
-           requires=(
-               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN, prior=4.5,
+           overhead_us=20.0, variants=BHSD, workspace="2 * itemsize * elements",
+           deterministic=False, deterministic_backward=False,
+           requires=(*CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
            note=CUDNN_PLANS),
 )

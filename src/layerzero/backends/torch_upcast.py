@@ -98,13 +98,11 @@ def _sdpa() -> Callable[..., Any]:
     sdpa = F.scaled_dot_product_attention
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False, scale: float | None = None) -> Tensor:
+            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None) -> Tensor:
         mask = (attn_mask if attn_mask is None or attn_mask.dtype is torch.bool
                 else _float32(attn_mask))
         return sdpa(_float32(query), _float32(key), _float32(value), mask, dropout_p, is_causal,
-                    scale=scale,
-                    enable_gqa=True).to(query.dtype)
+                    scale=scale, enable_gqa=True).to(query.dtype)
 
     return run
 

@@ -1,5 +1,4 @@
-"""Packed sequences by torch: its varlen attention, the aten entry below it, and one call per
-sequence."""
+"""Packed sequences by torch: varlen attention, the aten entry below it, one call per sequence."""
 
 from __future__ import annotations
 
@@ -22,15 +21,13 @@ from ._sequences import POSITIVE_SCALE, attend_rows
 
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
-# FlashAttention is aligned bottom-right, and the lengths of the sequences are only known on the
-# device.
+# FlashAttention is aligned bottom-right, and lengths are only known on the device.
 ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 BOTTOM_RIGHT: tuple[r.Condition, ...] = (
     r.any_of(r.off("is_causal"), ALIGNED), r.when(r.at_least("window_left", 0), ALIGNED),
     r.when(r.at_least("window_right", 0), ALIGNED))
 SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
-# flash crashes.
+# CUDA kernels load 16 bytes at a time: unaligned, cuDNN gives wrong results, flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 # no gradient flows through flash's log-sum-exp
 NO_GRAD_OF_LSE = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))
@@ -47,8 +44,7 @@ FLASH: tuple[r.Condition, ...] = (
 
 
 def _varlen() -> Callable[..., Any]:
-    """torch.nn.attention.varlen. Later versions have a flag for grouped heads, which earlier ones
-    support without."""
+    """torch.nn.attention.varlen; later versions have a flag for grouped heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -61,8 +57,7 @@ def _varlen() -> Callable[..., Any]:
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
-            scale: float | None = None, *, window_left: int = -1,
-            window_right: int = -1) -> Tensor:
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
         return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                            max_seqlen_k,  # type: ignore[return-value]
@@ -72,8 +67,7 @@ def _varlen() -> Callable[..., Any]:
 
 
 def _varlen_flash() -> Callable[..., Any]:
-    """Returns the entry that varlen_attn calls, without its Python overhead, which exceeds a decode
-    step."""
+    """Returns the entry below varlen_attn, whose Python overhead exceeds a decode step."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
@@ -99,8 +93,7 @@ def per_sequence(
     window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None, return_lse: bool = False,
 ) -> Any:
-    """Calls scaled_dot_product_attention per sequence, with a mask only where is_causal is not
-    enough."""
+    """Calls scaled_dot_product_attention per sequence; a mask only where is_causal will not do."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     windowed = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
     empty, no_lse = empty_result(query[:0], value.shape[2])
@@ -126,8 +119,7 @@ def per_sequence(
             if bias is not None:
                 mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype) + mask
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None,
-                                           scale=scale,
-                                           enable_gqa=True)
+                                           scale=scale, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
 

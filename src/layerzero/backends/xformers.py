@@ -26,8 +26,7 @@ from ..spec.reason import Code, Reason
 
 
 def built() -> bool | Reason:
-    """Returns whether the extension fits this torch: the same CUDA major version, and torch not
-    older."""
+    """Returns whether the extension fits this torch: same CUDA major, torch not older."""
     spec = importlib.util.find_spec("xformers")
     if spec is None or spec.origin is None:
         return Reason(Code.NOT_INSTALLED, "xformers")

@@ -21,8 +21,7 @@ from ..spec.reason import Code
 
 
 def _attention() -> Direct:
-    """Returns the entry that torch's own choice ends in: forward only, fewer KV heads taken as they
-    are."""
+    """Returns the entry that torch's own choice ends in: forward only, fewer KV heads allowed."""
     return direct(torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default, "query",
                   "key", "value", "attn_mask", Const(0.0), "is_causal", Const(False),
                   scale="scale", item=0)

@@ -13,10 +13,7 @@ from . import streams
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with one of `root.EXIT_CODES`.
-
-    An error is one message and no traceback.
-    """
+    """Run the command line and exit with one of `root.EXIT_CODES`; an error is one message."""
     with streams.escape_output():
         _main(argv)
 

@@ -1,6 +1,4 @@
-"""The commands of `lz`: each asks the library one question and prints the answer; none decides
-anything.
-"""
+"""The commands of `lz`: each asks the library one question and prints the answer."""
 
 from __future__ import annotations
 

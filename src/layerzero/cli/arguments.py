@@ -1,6 +1,4 @@
-"""Parse `query=1x32x1x128 is_causal=true` into the arguments of a call, with tensors on the meta
-device.
-"""
+"""Parse `query=1x32x1x128 is_causal=true` into the arguments of a call, with meta tensors."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torc
 
 
 def _declared_dtype(op: Op, name: str, default_dtype: torch.dtype) -> torch.dtype:
-    """Return `default_dtype`, unless the op's cases have integers or booleans there, such as int32
-    offsets."""
+    """Return `default_dtype`, or the dtype of integers and booleans in the op's cases."""
     for case in op.cases:
         tensor = op.inputs(**case).get(name)
         if tensor is not None:

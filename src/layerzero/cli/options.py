@@ -86,8 +86,7 @@ DeviceKind = Annotated[str | None, typer.Option(
     "--device", callback=_device, autocompletion=complete(DEVICE_TYPES),
     help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")]
 
-# One call, or where calls come from: an op, sizes, dtype and a model are given the same way
-# everywhere.
+# One call, or where calls come from: these are given the same way everywhere.
 _op: dict[str, Any] = {"metavar": "OP", "autocompletion": complete(OPS)}
 OpName = Annotated[str, typer.Argument(**_op, help="an operation, such as attention")]
 SomeOp = Annotated[str | None, typer.Argument(**_op, help=(
@@ -139,8 +138,7 @@ class Source:
     scale: float = 1.0
 
     def check(self, command: str, *more: str, needed: bool = True) -> Source:
-        """Return self if one source is given that can be read; `more` are others than OP, --calls
-        and --model."""
+        """Return self if one readable source is given; `more`: options beside the usual three."""
         known = {"OP": self.op, "--calls": self.calls, "--model": self.model,
                  "--program": self.program, "--table": self.table}
         sources = [name for name, value in known.items() if value is not None]

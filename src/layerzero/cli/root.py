@@ -1,6 +1,4 @@
-"""The root of the command line: its help in panels, an example for each command, one table of exit
-codes.
-"""
+"""The root of the command line: help in panels, an example per command, exit codes."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PanelGroup(TyperGroup):
-    """A group whose help lists its commands by panel, in plain text, and whose interrupt is an exit
-    code."""
+    """A group with its commands by panel, in plain text; an interrupt is an exit code."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, Any]]] = {}

@@ -29,8 +29,7 @@ WORD = 18                                      # the least width of a column tha
 
 
 class _Console(Console):
-    """A rich console that sends its own control sequences and escapes those in the text it prints.
-    """
+    """A rich console that sends its own control sequences and escapes those in its text."""
 
     def render(self, renderable: RenderableType,
                options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -42,11 +41,9 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return a console for `stream`, by default the current sys.stdout: tests and pipes replace it.
-    """
+    """Return a console for `stream`, by default the current sys.stdout (tests replace it)."""
     return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False,
-                    soft_wrap=True,
-                    markup=False, emoji=False)
+                    soft_wrap=True, markup=False, emoji=False)
 
 
 def as_json(data: Mapping[str, Any]) -> None:
@@ -84,15 +81,13 @@ def piece(part: str) -> None:
 
 @contextmanager
 def spinner(description: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints a line; on a terminal a spinner and a clock stay below the
-    lines."""
+    """Yield a function that prints a line; on a terminal a spinner and a clock stay below."""
     out = console()
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False),
-                  TimeElapsedColumn(), console=out,
-                  transient=True) as bar:
+                  TimeElapsedColumn(), console=out, transient=True) as bar:
         bar.add_task(printable(description), total=None)
         yield lambda line: bar.console.print(Text(printable(line)))
 
@@ -135,11 +130,8 @@ def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table; `right` names the columns aligned right.
-
-    Nothing is cut off when piped, nor on a terminal too narrow for columns of whole words. Without
-    rows nothing is printed.
-    """
+    """Print a table; `right` names the columns aligned right. Nothing is cut off when piped, nor on
+    a terminal too narrow for columns of whole words. Without rows nothing is printed."""
     if not rows:
         return
     out = console()
@@ -165,9 +157,8 @@ def devices(rows: Sequence[Device]) -> None:
         ", ".join(d.isa) or d.gpu_generation,
         ", ".join(f"{name} {v}"
                   for name, v in (("torch", d.torch_version), ("driver", d.driver_version),
-                                               ("runtime", d.runtime_version),
-                                  ("cuDNN", d.cudnn_version),
-                                               ("triton", d.triton_version)) if v)) for d in rows])
+                                  ("runtime", d.runtime_version), ("cuDNN", d.cudnn_version),
+                                  ("triton", d.triton_version)) if v)) for d in rows])
 
 
 def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]],

@@ -47,8 +47,7 @@ class Escaped:
 
 @contextlib.contextmanager
 def end_quietly(stream: TextIO) -> Iterator[None]:
-    """End the command without a word if the reader of its output is gone, as `lz list | head` does.
-    """
+    """End the command in silence if the reader of its output is gone, as with `| head`."""
     try:
         yield
     except BrokenPipeError:

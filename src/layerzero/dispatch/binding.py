@@ -23,10 +23,7 @@ _ORDER = ("layout", "cast", "contiguous")
 
 @dataclass(frozen=True)
 class Binding:
-    """`run` takes all the op's parameters by position.
-
-    `call` is the same without a Python frame, or None.
-    """
+    """`run` takes the op's parameters by position; `call`, or None, has no Python frame."""
 
     run: Callable[..., Any]
     call: Direct | None
@@ -94,8 +91,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct,
 
 
 def is_valid_transform(op: Op, t: Transform) -> bool:
-    """Is this a transform of the op's inputs? A plan may come from a file, and its words become
-    code here."""
+    """Is this a transform of the op's inputs? A plan from a file becomes code here."""
     if t.kind == "contiguous":
         return t.target in op.by_name and op.by_name[t.target].kind == "tensor"
     return (t.target in op.patterns if t.kind == "layout" else t.kind == "cast"
@@ -103,8 +99,7 @@ def is_valid_transform(op: Op, t: Transform) -> bool:
 
 
 def drop_defaults(call: Direct, fixed: Mapping[str, Any]) -> Direct:
-    """Leave out the arguments that are at the function's own defaults: parsing each costs about 100
-    ns."""
+    """Leave out arguments at the function's own defaults: parsing each costs about 100 ns."""
     order, defaults = defaults_of(call.fn)
 
     def is_default(name: str, argument: Any) -> bool:
@@ -127,13 +122,11 @@ _UNKNOWN: Any = object()
 def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
     value, param = fixed.get(name, _UNKNOWN), op.by_name[name]
     return (value is not _UNKNOWN and not param.required and type(value) is type(param.default)
-            and bool(
-         value == param.default))
+            and bool(value == param.default))
 
 
 def defaults_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the parameters of a function in order, and their defaults; those of torch's functions
-    by their schema."""
+    """Return a function's parameters in order, and their defaults; torch's by their schema."""
     return _operator_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
 
 
@@ -158,8 +151,7 @@ def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[s
 
 
 def aten_operator(fn: Callable[..., Any]) -> Any:
-    """Return the default overload of the ATen operator behind one of torch's built-in functions, or
-    None."""
+    """Return the default ATen overload behind one of torch's built-in functions, or None."""
     return _aten_operator(fn) if isinstance(fn, BuiltinFunctionType) else None
 
 
@@ -172,8 +164,7 @@ def _aten_operator(fn: Callable[..., Any]) -> Any:
 
 
 def as_operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the name and all arguments in order, defaults included, of a call of an ATen operator;
-    else None."""
+    """Return name and all arguments, defaults included, of an ATen operator call; else None."""
     operator = aten_operator(call.fn)
     if operator is None:
         return None
@@ -198,8 +189,7 @@ def _argument(value: Any, scope: dict[str, Any]) -> str:
 
 
 def permutation(source: Sequence[str], target: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the axes that permute `source` order into `target` order; None if equal or no
-    reordering."""
+    """Return the axes that permute `source` order into `target` order; None if there are none."""
     if tuple(source) == tuple(target) or sorted(source) != sorted(target):
         return None
     return tuple(source.index(token) for token in target)

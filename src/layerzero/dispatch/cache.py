@@ -22,11 +22,8 @@ from .binding import Binding
 
 
 class Count:
-    """Counts the hits of one entry.
-
-    `tick` counts a hit without a lock; `native` holds the hits of the native path, as of when they
-    were last read. After `final` there are no more.
-    """
+    """Counts the hits of one entry. `tick` counts a hit without a lock; `native` holds the hits of
+    the native path, as of when they were last read. After `final` there are no more."""
 
     __slots__ = ("_ticks", "final", "native", "tick")
 
@@ -135,8 +132,7 @@ class Ledger:
         return total if attempts is None else total + attempts.total
 
     def reassign(self, kernel: str, to: str) -> None:
-        """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which
-        counts by itself."""
+        """Count a call for `to`, no longer for `kernel`; "": for nobody, it counts by itself."""
         with self._lock:
             self._final[kernel] = self._final.get(kernel, 0) - 1
             if to:
@@ -162,10 +158,7 @@ class Ledger:
 
 
 class _Flight:
-    """An entry that one thread makes and others wait for.
-
-    An interrupt may keep that thread from ending it.
-    """
+    """An entry that one thread makes and others wait for; an interrupt may end that thread."""
 
     __slots__ = ("_frame", "_latch", "entry", "error", "owner")
 

@@ -1,6 +1,4 @@
-"""Casts of a call's tensors before a kernel is chosen: torch's under autocast, and those that the
-policy allows.
-"""
+"""Casts of a call's tensors before a kernel is chosen: by autocast, or as the policy allows."""
 
 from __future__ import annotations
 
@@ -20,10 +18,7 @@ from ..world.context import Override
 
 def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
     """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote");
-    float64 stays.
-
-    Returns the arguments by name, or None if there is nothing to cast.
-    """
+    float64 stays. Returns the arguments by name, or None if there is nothing to cast."""
     kind = first.device.type if first is not None else "meta"
     if (not op.autocast or not torch.amp.is_autocast_available(kind)
         or not torch.is_autocast_enabled(kind)):
@@ -43,8 +38,7 @@ def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, A
 
 def adapt(op: Op, named: dict[str, Any], error: InvalidCall,
           override: Override | None) -> Adaptation | None:
-    """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy
-    forbids it."""
+    """Cast mixed dtypes to the first tensor's, or a KV cache as declared; None if forbidden."""
     codes = set(error.codes)
     if (codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH}
                                           or op.adapt is None)):

@@ -34,12 +34,7 @@ from ..spec.plan import Plan, Step
 from ..world import clock, context, events, incidents
 from ..world import snapshot as worlds
 from ..world.context import Override
-from ..world.incidents import (
-    extend_keys,
-    loaded,
-    mark_unloadable,
-    no_kernel_error,
-)
+from ..world.incidents import extend_keys, loaded, mark_unloadable, no_kernel_error
 from ..world.snapshot import World
 from . import casting, hotpath, native, protection, recovery, tracing, unregistered, wrapping
 from .background import compiling, learning
@@ -80,8 +75,7 @@ def dispatcher_named(name: str) -> Dispatcher:
 
 
 class Dispatcher:
-    """All that belongs to one op: its public function, its generated code, its cache in the current
-    world."""
+    """All that belongs to one op: public function, generated code, cache in the current world."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -124,8 +118,7 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """Does as `miss` does, for a call that is not in the native table; puts it there if it is
-        an ordinary one."""
+        """Does as `miss` for a call not in the native table; puts an ordinary one there."""
         values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
                                                                          for name in hotpath.EXTRAS)
         self.ensure_world()
@@ -142,16 +135,14 @@ class Dispatcher:
             return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         out = self.serve(entry, values)
-        # The table refuses it if the world has changed meanwhile. A guarded kernel stays with
-        # Python.
+        # Refused if the world has changed meanwhile. A guarded kernel stays with Python.
         if self.native is not None and not isinstance(entry.run, protection.Guard):
             same_in_capture = self._serves_captures(world, entry, override)
             self.native.put(entry, world.version(self.op.name), values, same_in_capture, override)
         return out
 
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
-        """Return the entry for `key`, made by one thread while others that miss the same key wait
-        for it."""
+        """Return the entry for `key`: one thread makes it, others that miss it wait."""
         world, cache = self._world_and_cache()
         if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
@@ -164,8 +155,7 @@ class Dispatcher:
                                                          values))
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
-        """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks
-        the contract."""
+        """Return the facts of a call that `world` needs; InvalidCall if it breaks the contract."""
         program = (world or self.ensure_world()).program(self.op)
         owner, facts_of = self.reader
         facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
@@ -215,10 +205,7 @@ class Dispatcher:
 
     def _select(self, world: World, facts: Mapping[str, Any],
                 override: Override | None) -> tuple[World, Plan, Kernel, Binding]:
-        """Plan, and bind the first step.
-
-        A library that fails to load leaves the world, and the plan is made again.
-        """
+        """Plan, and bind the first step; again, if its library fails to load."""
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
@@ -226,8 +213,7 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                # A kernel that compiles has one binding for all keys: each binding would be
-                # compiled for.
+                # A kernel that compiles has one binding for all keys: each would be compiled for.
                 fixed = {} if kernel.jit else fixed_by_key(world.program(self.op), facts)
                 return world, plan, kernel, self.bind(kernel, step, facts, fixed)
             except loading.LoadFailed as e:
@@ -235,8 +221,7 @@ class Dispatcher:
 
     def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
              fixed: Mapping[str, Any]) -> Binding:
-        """Load the kernel and bind the step to the op's parameters; equal bindings are made once.
-        """
+        """Load the kernel and bind the step to the op's parameters, once for equal bindings."""
         run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
         sizes_read = run.facts if isinstance(run, Direct) else ()
         fixed = {name: value for name, value in fixed.items() if name in self.op.by_name
@@ -264,8 +249,7 @@ class Dispatcher:
         return recovery.recover(self, entry, values, fault)
 
     def with_backend(self, kernel: str) -> Callable[..., Any]:
-        """Return the public function with `backend=kernel`, of values in the order of the op's
-        parameters."""
+        """Return the public function with `backend=kernel`, of values in the op's order."""
         params, public = self.op.params, self.public
         split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
         names = tuple(p.name for p in params[split:])
@@ -323,8 +307,7 @@ class Dispatcher:
 
     def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                       backend: str | None = None, policy: Any = None) -> Any:
-        """Serve the call rewritten, or with its dtypes cast to fit, where policy allows that; raise
-        `error` where neither can be."""
+        """Serve the call rewritten, or cast to fit, if policy allows; else raise `error`."""
         named = dict(zip(self.names, values))
         if self.op.canonical is not None and self.op.canonical(named) is not None:
             return self.slow(values, backend, policy)
@@ -335,8 +318,7 @@ class Dispatcher:
         return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Serves a call under torch.compile or export: chooses for symbolic sizes, and runs the
-        kernel so that it is inlined."""
+        """Serves a call under torch.compile or export: chooses for symbolic sizes, inlines it."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -350,8 +332,7 @@ class Dispatcher:
     # The native path.
 
     def _serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
-        """Would the same kernel serve while a CUDA graph is captured? False for entries that change
-        who serves."""
+        """Would the same kernel serve during a graph capture? Not if entries change who serves."""
         facts, step = entry.plan.facts, entry.plan.steps[0]
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if (facts["device"] != "cuda" or kernel is None or kernel.jit
@@ -364,10 +345,8 @@ class Dispatcher:
                 and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms))
 
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                       fault: BaseException,
-                       changed: int) -> Any:
-        """Does as `recover` does; `changed` has a bit for each parameter whose tensor was written
-        into."""
+                       fault: BaseException, changed: int) -> Any:
+        """Does as `recover`; `changed` has a bit per parameter whose tensor was written into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],
                                   fault)
@@ -380,10 +359,7 @@ class Dispatcher:
     # Worlds: a new one brings a new cache, and new code where the key has changed.
 
     def install(self, world: World, force: bool = False) -> None:
-        """Take over a world.
-
-        With `force`, empty the cache even if nothing of this op has changed.
-        """
+        """Take over a world. With `force`, empty the cache even if the op is unchanged."""
         version = world.version(self.op.name)
         if not force and self.world is not None and self.world.version(self.op.name) == version:
             # another op changed: the cache holds
@@ -417,8 +393,7 @@ class Dispatcher:
         events.emit(Evicted(op=self.op.name, entries=entries))
 
     def ensure_world(self) -> World:
-        """Return the world this dispatcher is in, after installing one if it has none and after
-        what is due now."""
+        """Return this dispatcher's world, installing one if it has none, after what is due."""
         now = time.monotonic()
         if clock.due(now):
             worlds.apply_deadlines(now)
@@ -460,8 +435,7 @@ worlds.add_listener(_install)
 
 
 def _after_fork() -> None:
-    """Runs in a forked child: threads that held a lock, made an entry or probed a kernel are
-    gone."""
+    """Runs in a forked child: threads that held a lock or made an entry are gone."""
     incidents.after_fork()
     memory.after_fork()
     wrapping.probes.clear()

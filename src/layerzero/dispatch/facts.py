@@ -28,8 +28,7 @@ _PARAM_TYPES: dict[str, tuple[type, ...]] = {
 PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN_KINDS = ("int", "float", "str")
 _COMPARISONS = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__",
-                "__int__",
-                "__float__")
+                "__int__", "__float__")
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -42,10 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read(op: Op, values: Mapping[str, Any],
          needed: Collection[str] | None = None) -> dict[str, Any]:
-    """Return all facts of the call, or the `needed` ones and the sizes.
-
-    Raises InvalidCall, naming the argument.
-    """
+    """Return all facts of the call, or those `needed`; InvalidCall names the argument."""
     # a subclass may raise anything from any method
     with torch._C.DisableTorchFunctionSubclass():
         return _read(op, values, needed)
@@ -158,8 +154,7 @@ def check_types(op: Op, values: Mapping[str, Any],
 
 
 def overrides_comparison(cls: type) -> bool:
-    """Does a subclass of int, float or str define comparison in Python? In a key, other calls would
-    run that."""
+    """Does a subclass of int, float or str compare in Python? In a key, other calls run that."""
     bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
     return any(isinstance(vars(base).get(name), FunctionType) for base in bases
                for name in _COMPARISONS)
@@ -226,10 +221,7 @@ def has_memory(values: Collection[Any]) -> bool:
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
                facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes by name; a size named twice must agree.
-
-    Adds the broadcast axes to `facts`.
-    """
+    """Return the sizes by name, which must agree; adds the broadcast axes to `facts`."""
     dims: dict[str, Any] = {}
     lead: dict[str, tuple[Any, ...]] = {}
     for name, tokens in patterns.items():
@@ -275,8 +267,7 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
 
 def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor,
                     dims: Mapping[str, Any]) -> str:
-    """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them
-    all."""
+    """Return the named axes that the tensor is broadcast over, comma separated; "" if none."""
     shape = tuple(tensor.shape)
     full_shape = tuple(dims[t[1:]] for t in tokens)
     repeated = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
@@ -322,8 +313,7 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 
 def stride_last(t: Tensor) -> Any:
-    """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one
-    element or none."""
+    """Return the last stride; 1 also where the axis or tensor has one element or none."""
     if t.dim() == 0 or t.layout != torch.strided:
         return 1
     last = t.stride(-1)
@@ -331,8 +321,7 @@ def stride_last(t: Tensor) -> Any:
 
 
 def alignment(t: Tensor) -> int | None:
-    """Return the largest power of two up to 128 that divides the address and every outer stride in
-    bytes."""
+    """Return the largest power of 2 up to 128 that divides the address and all outer strides."""
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
     try:

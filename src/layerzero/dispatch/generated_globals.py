@@ -16,8 +16,7 @@ BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 
 
 def broadcast_flags(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns how `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated;
-    None if it does not."""
+    """Returns how `shape` broadcasts to `full`: rank, then 1 per repeated axis; None if not."""
     gap = len(full) - len(shape)
     if gap < 0:
         return None
@@ -43,8 +42,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
-    """Returns the names of the axes that a tensor is broadcast over, as facts.read has them, from
-    its `broadcast_flags`."""
+    """Returns the names of the axes a tensor is broadcast over, from its `broadcast_flags`."""
     missing = axes[:len(axes) - flags[0]]
     return ",".join([*missing, *(axis for axis, repeated in zip(axes[len(missing):], flags[1:])
                                  if repeated)])
@@ -52,8 +50,7 @@ def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
 
 def generated_globals(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
                       faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
-    """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and
-    RECOVER."""
+    """Return the globals of a generated function; TABLE, MISS, SLOW and RECOVER come later."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,

@@ -78,8 +78,7 @@ def _memory_lines(op: Op) -> list[str]:
 
 
 def generate_stub(op: Op) -> str:
-    """Return the text of `call` as it is until the op is first used, and of `values_of`, which
-    orders arguments."""
+    """Return the text of `call` until the op is first used, and of `values_of`."""
     names = ", ".join(p.name for p in op.params)
     declared = _declaration(op)
     return "\n".join([
@@ -178,8 +177,7 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
 
 
 def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
-    """Returns the lines that return what facts.read returns for an ordinary call, from the same
-    locals as the key."""
+    """Returns the lines that return what facts.read would, from the same locals as the key."""
     op = program.op
     end = body.index("except NOT_PLAIN: break")
     in_key = {f.fact for f in program.fields if f.fact in op.derived}
@@ -211,8 +209,7 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
                                          else value)
     entries = ", ".join(f"{name!r}: {text}" for name, text in facts.items())
     choices = [f"if {p.name} not in {p.choices!r}: break" for p in op.params if p.choices]
-    # The key lines check this for required tensors; the dtype of an optional one is part of the key
-    # instead.
+    # The key lines check this for required tensors; an optional one's dtype is in the key.
     mixed = [f"    if {p.name} is not None and {p.name}.dtype is not _dtype: break"
              for p in op.params if p.optional and p.name in op.same_dtype]
     return [*choices, *body[:end], *mixed, *derived, "except NOT_PLAIN: break",
@@ -220,8 +217,7 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
 
 
 def _scalar_checks(op: Op) -> list[str]:
-    """Returns the lines that check the types and ranges of plain values: True == 1, so a key alone
-    would mix them up."""
+    """Returns the lines that check types and ranges of plain values: True == 1 in a key."""
     lines = []
     for kind in ("bool", "int", "float", "str"):
         params = [p for p in op.params if p.kind == kind]
@@ -253,8 +249,7 @@ def _out_of_range(p: Param, low: float, high: float) -> str:
 
 
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
-    """Returns the lines that assign _z_<first tensor>: True if all are contiguous, else the strides
-    of each."""
+    """Returns the lines that assign _z_<first tensor>: True if all are contiguous, else strides."""
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
     # an mkldnn tensor calls itself contiguous
     lines = [f"if {n}.layout is not STRIDED: break" for n in names]
@@ -315,8 +310,7 @@ def _broadcasts(p: Param, op: Op) -> bool:
 
 
 def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) -> list[str]:
-    """Returns the lines that unpack each shape into _d_<size> and check that sizes named twice
-    agree."""
+    """Returns the lines that unpack shapes into _d_<size> and check sizes named twice."""
     binder = _SizeBinder(patterns)
     lines = [line for p in required for line in binder.lines(p.name, certain=True)]
     unbound = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
@@ -333,11 +327,8 @@ def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) ->
 
 
 class _SizeBinder:
-    """Writes the lines that bind the sizes of one tensor after another.
-
-    A size of a required tensor is certain to be bound; one that only optional tensors have may be
-    None.
-    """
+    """Writes the lines that bind the sizes of one tensor after another. A size of a required tensor
+    is certain to be bound; one that only optional tensors have may be None."""
 
     def __init__(self, patterns: Any) -> None:
         self.patterns = patterns
@@ -429,8 +420,7 @@ def _may_be_none(fact: str, op: Op) -> bool:
 
 
 def _derived_expression(name: str, op: Op) -> str:
-    """Returns the expression of a derived fact over the local names; None where a fact it reads is
-    None."""
+    """Returns the expression of a derived fact over local names; None where it reads a None."""
     may_be_none = [n for n in _base_facts(name, op) if _may_be_none(n, op)]
     value = _with_local_names(op.derived[name], op)
     if not may_be_none:

@@ -36,10 +36,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_ours(kernel: Kernel) -> bool:
-    """Is it a kernel of this library, made of torch's operators or of our own code?
-
-    Those check before they write, and the contract tests check their results and inputs.
-    """
+    """Is it a kernel of this library, made of torch's operators or of our own code? Those check
+    before they write, and the contract tests check their results and inputs."""
     module = getattr(kernel.load, "__module__", "") or ""
     return (module.startswith(OURS)
             and (kernel.package in OUR_PACKAGES or kernel.package.startswith(OURS)))
@@ -48,8 +46,7 @@ def is_ours(kernel: Kernel) -> bool:
 # the state of the inputs
 
 class InputState:
-    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes of
-    each."""
+    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes."""
 
     def __init__(self, values: Sequence[Any], max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -72,10 +69,7 @@ def _version(value: Any) -> int | None:
 
 def checksum(t: Tensor, max_bytes: int) -> Any:
     """Return a number that depends on every bit of (a sample of) a tensor and on its position; None
-    if unreadable.
-
-    On a device it is a tensor, computed there without waiting.
-    """
+    if unreadable. On a device it is a tensor, computed there without waiting."""
     if (t.device.type == "meta" or t.layout is not torch.strided or not t.numel()
         or t.element_size() not in _BITS):
         return None
@@ -118,8 +112,7 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
 # the result
 
 def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | None:
-    """Return how a result differs from what the op describes; None if it does not, or if the op
-    cannot say."""
+    """Return how a result differs from what the op describes; None if not, or if it cannot say."""
     expected = None if not op.tensors else _expected_result(op, values)
     if out is None:
         return WrongResult("a result" if expected is None
@@ -186,10 +179,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
 # the guard
 
 class Guard:
-    """A kernel whose calls are checked.
-
-    After `clean_calls` good ones, the unguarded kernel replaces it.
-    """
+    """A kernel whose calls are checked, until `clean_calls` of them were good."""
 
     def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int,
                  clean_calls: int | None = 1) -> None:
@@ -241,13 +231,11 @@ def raise_if_changed(changed: Sequence[str], fault: BaseException) -> None:
 def _is_final(fault: BaseException) -> bool:
     """Is no other kernel tried after this fault anyway?"""
     return (isinstance(fault, (faults.PlanExhausted, faults.Hung, *faults.PASSED_ON))
-            or faults.classify(fault) in (
-         "sticky", "lost", "capture"))
+            or faults.classify(fault) in ("sticky", "lost", "capture"))
 
 
 def watch_versions(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that a fault says if it came after a write into an input, as far as torch
-    counts writes."""
+    """Wrap `run` so that a fault tells if it came after a write into an input."""
     make = _watchers.get(op)
     if make is None:
         make = _watchers[op] = _generate_watcher(op)
@@ -259,8 +247,7 @@ _watchers: WeakKeyDictionary[Op, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def _generate_watcher(op: Op) -> Callable[..., Any]:
-    """Generate the wrapper for the parameters of an op: a loop would cost more than reading the
-    versions."""
+    """Generate the wrapper for an op's parameters: a loop costs more than reading versions."""
     names = ", ".join(p.name for p in op.params)
     tensors = [p.name for p in op.params if p.kind == "tensor"]
 
@@ -287,7 +274,6 @@ def without_guard(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unguard_later(run: Callable[..., Any], owner: Any, name: str) -> None:
-    """Has `run`, if it is a guard, set `owner.name` to the unguarded kernel after its last clean
-    call."""
+    """Has `run`, if a guard, set `owner.name` to the unguarded kernel after its last clean call."""
     if isinstance(run, Guard):
         run.unguard_later(owner, name)

@@ -1,6 +1,4 @@
-"""Recovery after a fault: whose fault it was, whether the inputs are unchanged, and which kernel
-serves instead.
-"""
+"""Recovery after a fault: whose it was, whether the inputs are unchanged, and who serves."""
 
 from __future__ import annotations
 
@@ -122,8 +120,7 @@ def _count_faults(dispatcher: Dispatcher, failures: list[Failure]) -> None:
 
 def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
                    fault: InputsChanged) -> InputDamaged:
-    """Return the error for a call whose inputs were changed; its kernel is no longer asked for such
-    calls."""
+    """Return the error for a call whose inputs were changed; its kernel is asked no more."""
     name, reason, op = (entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason,
                         dispatcher.op)
     if kernel is not None:
@@ -140,8 +137,7 @@ def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
 
 def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
                fault: Hung) -> SelectionTimeoutError:
-    """Return the error for a call that took too long; the breaker opens at once, so that the next
-    call cannot hang."""
+    """Return the error for a call that took too long; the breaker opens at once."""
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")

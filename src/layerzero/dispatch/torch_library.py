@@ -52,10 +52,7 @@ def check(op: Op) -> None:
 
 
 def define(op: Op) -> None:
-    """Register the op with torch.
-
-    A second op of the same name must have the schema of the first.
-    """
+    """Register the op with torch; a second op of its name must have the same schema."""
     if op.read is not None:                     # an op without tensors
         return
     check(op)
@@ -122,8 +119,7 @@ _loaders: dict[str, Callable[[str], Any]] = {}
 
 
 class _DynamoImportHook(importlib.abc.MetaPathFinder):
-    """Substitutes our ops once somebody else imports torch._dynamo, which takes seconds to import.
-    """
+    """Substitutes our ops once somebody imports torch._dynamo, which takes seconds."""
 
     def find_spec(self, name: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> Any:
@@ -152,8 +148,7 @@ def _load_all() -> None:
 
 
 def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
-    """Make the ops available; `load(name)`, which calls `define`, is called when an op is first
-    needed."""
+    """Make the ops available; `load(name)`, which calls `define`, runs on first need."""
     _loaders.update(dict.fromkeys(names, load))
     setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
     if "torch._dynamo" in sys.modules:

@@ -22,8 +22,7 @@ from ..world.snapshot import World
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 _UNKNOWN_SIZE = 1024       # stands for a size that tracing has seen no example of
 
-# Called instead of choosing and running: takes (op, values, facts, override), returns what stands
-# for the result.
+# Called instead of choosing and running: (op, values, facts, override) -> the stand-in result
 Recorder = Callable[[Op, dict[str, Any], Mapping[str, Any], Override | None], Any]
 recorder: ContextVar[Recorder | None] = ContextVar("layerzero_recorder", default=None)
 
@@ -40,8 +39,7 @@ def hinted_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
            opaque: bool = False) -> tuple[Step, Kernel] | None:
-    """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot
-    trace into."""
+    """Return the best traceable kernel, or None; with `opaque` also one torch cannot enter."""
     for step in world.plan(op, hinted_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
         if (opaque or kernel.traceable) and _rules_hold(kernel, facts, step):
@@ -50,10 +48,8 @@ def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | 
 
 
 def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
-    """Check the kernel's rules on the symbols; torch then guards the graph by each answer.
-
-    Rules that a transform of the inputs repairs, and rules about the device, are not checked.
-    """
+    """Check the kernel's rules on the symbols; torch then guards the graph by each answer. Rules
+    that a transform of the inputs repairs, and rules about the device, are not checked."""
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)

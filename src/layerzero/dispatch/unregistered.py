@@ -1,6 +1,4 @@
-"""Removes what was unregistered from the dispatchers: choices, bindings, counts, and what they keep
-alive.
-"""
+"""Removes what was unregistered from the dispatchers, and all that they kept of it."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ probes: dict[str, locks.Lock] = {}
 
 def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, binding: Binding,
          override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    """Return what the entry runs, the same without its guard, and a place for recorded launches
-    or None."""
+    """Return what the entry runs, the same unguarded, and a place for recorded launches."""
     facts, step = plan.facts, plan.steps[0]
     breaker = world.health.get(kernel.health)
     run = (binding.run if breaker is None
@@ -54,11 +53,8 @@ def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, bindi
 
 def wrap_probe(kernel: Kernel, binding: Binding, breaker: health.Health,
                named: bool) -> Callable[..., Any]:
-    """Wrap a kernel whose breaker is not closed: its first success closes it.
-
-    A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it
-    have no other choice.
-    """
+    """Wrap a kernel whose breaker is not closed: its first success closes it. A half-open kernel is
+    tried by one call at a time, whatever its shapes; calls that name it have no other choice."""
     probing = breaker.state == "half_open" and not named
 
     def run(*values: Any) -> Any:
@@ -113,14 +109,12 @@ def wrap_jit(dispatcher: Dispatcher, world: World, kernel: Kernel, run: Callable
 def wrap_guard(dispatcher: Dispatcher, kernel: Kernel, plan: Plan, run: Callable[..., Any],
                world: World | None = None, override: Override | None = None,
                clean_calls: int = 1) -> Callable[..., Any]:
-    """Guard the first `clean_calls` calls of `run`, or all of them where policy says so
-    (protection.py)."""
+    """Guard the first `clean_calls` calls of `run`, or all where policy says so."""
     facts = plan.facts
     always = (world is not None
               and world.selection_context(facts["device"],
                                           override).policy.setting("protect_inputs"))
-    # A subclass may make anything of a kernel's result, and our own kernels are held to all
-    # this by tests.
+    # A subclass may make anything of a result; our own kernels are held to this by tests.
     if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
         return run
     max_bytes = (0 if facts["graph"] else protection.ALL_BYTES if always

@@ -10,8 +10,7 @@ from ..spec.errors import ConfigError
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of measurements, certificates and compiled code. It is not created
-    here."""
+    """Returns the folder of measurements, certificates and compiled code, which may not exist."""
     environ = os.environ if environ is None else environ
     text = environ.get("LAYERZERO_CACHE_DIR", "").strip()
     if text:

@@ -39,8 +39,7 @@ _SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 def read_bytes(path: Path, expected: str, *, size: int = LIMITS.size,
                error: Error = DataError) -> bytes:
-    """Returns the content of a file of at most `size` bytes; `expected` describes it in an
-    error."""
+    """Returns the content of a file of at most `size` bytes; errors name what was `expected`."""
     with _open(path, expected, error) as file:
         content = file.read(size + 1)
     if len(content) > size:

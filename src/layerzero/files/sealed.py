@@ -114,8 +114,7 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, root: Path | None = None) -> tuple[SealedFolder, tuple[str, ...]]:
-        """Returns the store of a file in the cache folder, and the parts of its path in that
-        store."""
+        """Returns the store of a file in the cache folder, and its path's parts in that store."""
         root = cache_dir() if root is None else root
         name, *parts = path.relative_to(root).parts
         return cls(root, name), tuple(parts)
@@ -125,10 +124,7 @@ class SealedFolder:
 
     def problem(self, *parts: str) -> str | None:
         """Returns why the file would not be used, by owner and permissions alone; its content is
-        not read.
-
-        None if it may be used, "" if it does not exist.
-        """
+        not read. None if it may be used, "" if it does not exist."""
         try:
             with self._folder(parts[:-1]) as folder:
                 os.close(folder.open(parts[-1]))
@@ -236,8 +232,7 @@ class SealedFolder:
         return module
 
     def key(self, create: bool = False) -> bytes:
-        """Returns the seal key, of the fleet or of this user and store; FileNotFoundError if there
-        is none."""
+        """Returns the seal key, of the fleet or this user; FileNotFoundError if there is none."""
         shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
         if shared:
             return shared.encode()

@@ -20,8 +20,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 class BuildPart(NamedTuple):
-    """A part of the build, as messages name it: "the CPU kernels", "its own CPU kernels",
-    "them"."""
+    """A part of the build, as messages name it: "the CPU kernels", "them"."""
 
     name: str
     ours: str
@@ -29,8 +28,7 @@ class BuildPart(NamedTuple):
 
 
 def build(part: BuildPart, path: Path, source: Path, target: str, force: bool,
-          say: Callable[[str], None],
-          compile_: Callable[[list[str], Path], None]) -> Path:
+          say: Callable[[str], None], compile_: Callable[[list[str], Path], None]) -> Path:
     """Compile `source` into the library `path` of the cache folder, unless an intact one is there.
 
     `compile_(compiler, draft)` writes the file `draft`; `target` describes the machine in messages.

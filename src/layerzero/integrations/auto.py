@@ -73,8 +73,7 @@ _loading = threading.local()                           # .depth: how many loads 
 
 
 class Auto:
-    """Patches models as they are loaded, and reports those that were. As a context manager it makes
-    that what it was before."""
+    """Patches models as they are loaded, and reports them; as a context manager it ends that."""
 
     def __init__(self, before: bool) -> None:
         self._before = before
@@ -152,8 +151,7 @@ def _switch(on: bool) -> None:
 # Waiting for the libraries.
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of LOADERS by the other finders, and wraps their classes when they are
-    there."""
+    """Finds the modules of LOADERS by the other finders, and wraps their classes."""
 
     def find_spec(self, name: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> ModuleSpec | None:

@@ -48,8 +48,7 @@ _MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
 
 @dataclass(frozen=True, repr=False)
 class DiffusersReport(Displayed):
-    """The modules that patch_diffusers replaced, by component of a pipeline ("" for a single
-    model)."""
+    """The modules that patch_diffusers replaced, by component of a pipeline ("" for one model)."""
 
     replaced: Mapping[tuple[str, str, str], int]       # (component, class, op) -> how many
     left: Mapping[tuple[str, str, str], int]           # (component, class, why) -> how many
@@ -84,8 +83,7 @@ def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersRepor
 
 
 def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStack]:
-    """Patches all of it, or nothing where an error comes; closing the stack undoes what this call
-    did."""
+    """Patches all of it, or nothing if an error comes; closing the stack undoes it."""
     parts = _checked_parts(parts)
     register_diffusers()
     components = _components(target, "patch_diffusers")
@@ -158,8 +156,7 @@ def _has_processor(module: nn.Module) -> bool:
 
 def _replace_processor(module: nn.Module, copies: dict[int, Any],
                        undo: ExitStack) -> tuple[str, str]:
-    """Replace the processor; returns its class name, and why it was left ("" if it was replaced).
-    """
+    """Replace the processor; returns its class name, and why it was left ("" if replaced)."""
     processor: Any = module.processor
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
@@ -358,8 +355,7 @@ def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
         public(name) for name in ("layer_norm", "rms_norm", "group_norm", "mlp"))
 
     def left_to_torch(self: Any, x: Tensor) -> bool:
-        """Returns whether torch decides the dtype of the result: autocast, or a weight of another
-        dtype."""
+        """Returns whether torch decides the result's dtype: autocast, or another weight dtype."""
         return ((self.weight is not None and self.weight.dtype != x.dtype)
                 or (x.dtype != torch.float32 and _autocast()))
 
@@ -403,8 +399,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
-    """Return weights and activation for lz.mlp, on every call: a LoRA or a hook may have been
-    added."""
+    """Return weights and activation for lz.mlp at every call: a LoRA or hook may be new."""
     if len(layer.net) not in (3, 4) or hooked_everywhere():
         return None
     first, down = layer.net[0], layer.net[2]

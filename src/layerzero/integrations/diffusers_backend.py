@@ -54,11 +54,9 @@ def attention_dispatch() -> Any:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False, return_lse: bool = False,
-    _parallel_config: Any = None,
+    enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
 ) -> Any:
-    """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks
-    padding."""
+    """Serve the backend: (batch, seq, heads, dim); a (batch, keys) mask marks padding."""
     if _parallel_config is not None:
         raise ConfigError(NO_CONTEXT_PARALLEL)
     if (attn_mask is not None and attn_mask.ndim == 2

@@ -33,9 +33,7 @@ _switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
 def install(tracer_provider: Any = None, meter_provider: Any = None, *,
             dispatch: bool = False) -> Callable[[], None]:
     """Report to these providers (by default the global ones); returns a function that uninstalls.
-
-    `dispatch` also makes a span for every call, not only for every choice.
-    """
+    `dispatch` also makes a span for every call, not only for every choice."""
     try:
         from opentelemetry import metrics, trace
     except ImportError as e:

@@ -1,6 +1,4 @@
-"""lz.patch, lz.unpatch, lz.patched: for a model of transformers, of one's own, or a model or
-pipeline of diffusers.
-"""
+"""lz.patch, lz.unpatch, lz.patched: for models of transformers, diffusers or one's own."""
 
 from __future__ import annotations
 

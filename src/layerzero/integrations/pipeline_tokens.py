@@ -152,8 +152,7 @@ def _has_stock_encode(tokenizer: Any) -> bool:
 
 @functools.cache
 def _served_class(stock: Any) -> Any:
-    """Return a subclass that tries lz.tokenize first, under the same name: transformers saves it.
-    """
+    """Return a subclass that tries lz.tokenize first, under the name that is saved."""
     from transformers import BatchEncoding
     from transformers.tokenization_utils_base import TruncationStrategy
     from transformers.utils.generic import PaddingStrategy
@@ -216,8 +215,7 @@ def _served_class(stock: Any) -> Any:
 
 
 class _Encodings(Sequence[Any]):
-    """The encodings behind .tokens(), .char_to_token() and the like, made by the tokenizer on first
-    use."""
+    """The encodings behind .tokens(), .char_to_token() and the like, made on first use."""
 
     def __init__(self, encode: Callable[[], Sequence[Any]]) -> None:
         self._encode, self._encodings = encode, None

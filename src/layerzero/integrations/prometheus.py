@@ -24,8 +24,7 @@ SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-
 
 
 def install(registry: Any = None) -> Callable[[], None]:
-    """Expose LayerZero in `registry` (by default the global one); returns a function that
-    uninstalls."""
+    """Expose LayerZero in `registry` (default: the global one); returns an uninstaller."""
     try:
         import prometheus_client.core
     except ImportError as e:
@@ -63,8 +62,7 @@ class _Collector:
             ("op", "kernel", "served_by", "code"), registry=None)
         self.transforms = client.Counter(
             "layerzero_selected_transform_microseconds",
-            "Expected cost of the transforms of the choices made",
-            ("op", "kernel"), registry=None)
+            "Expected cost of the transforms of the choices made", ("op", "kernel"), registry=None)
         self.seconds = client.Histogram(
             "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",),
             buckets=SECONDS, registry=None)

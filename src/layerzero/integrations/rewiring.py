@@ -72,8 +72,7 @@ def mentions(code: CodeType, name: str) -> bool:
 
 
 def replaced_sdpa() -> str:
-    """Returns what stands in the place of torch's attention: someone's choice, which lz does not
-    replace; or ""."""
+    """Returns what replaced torch's attention, which lz then leaves alone; "" if nothing."""
     function = nn.functional.scaled_dot_product_attention
     if function is _torchs_own:
         return ""

@@ -178,8 +178,7 @@ class Server:
 
 
 def _metrics_page() -> tuple[Callable[[str, bool], Response] | None, Callable[[], None]]:
-    """Return functions that write the metrics and that uninstall; None without prometheus_client.
-    """
+    """Return functions that write the metrics and uninstall; None without prometheus_client."""
     try:
         import prometheus_client
         from prometheus_client.exposition import choose_encoder
@@ -253,8 +252,7 @@ class _Http(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close overdue connections; called several times a second, so a slow client keeps no
-        thread."""
+        """Close overdue connections, several times a second: a slow client keeps no thread."""
         end = time.monotonic() - CONNECTION_SECONDS
         with self._guard:
             late = [request for request, since in self._open.items() if since < end]

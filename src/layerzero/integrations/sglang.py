@@ -34,8 +34,7 @@ def register() -> None:
 
 
 def create_backend(runner: Any) -> Any:
-    """Return the backend for a model runner; what it does not serve is left to SGLang's own SDPA.
-    """
+    """Return the backend for a model runner; SGLang's own SDPA serves what it does not."""
     native: Any = importlib.import_module(
         "sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
 

@@ -21,8 +21,7 @@ PROVIDER = "layerzero"
 
 
 def register() -> tuple[str, ...]:
-    """Register lz for the IR ops that it has; vLLM may load a plugin several times. Returns their
-    names."""
+    """Register lz for the IR ops it has, also when loaded twice. Returns their names."""
     try:
         registry = importlib.import_module("vllm.ir.op").IrOp.registry
         importlib.import_module("vllm.ir.ops")

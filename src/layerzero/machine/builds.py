@@ -31,8 +31,7 @@ _LIBRARY_FILES = (".py", ".so", ".pyd", ".dll", ".dylib")
 
 
 def build_of(kernel: Kernel) -> str:
-    """Returns a text that is equal for equal builds, "" where the library is not installed. Cached
-    per process."""
+    """Returns a text that is equal for equal builds, "" if not installed. Cached per process."""
     build = _builds.get(kernel)
     if build is None:
         build = _builds[kernel] = _compute_build(kernel)
@@ -61,8 +60,7 @@ def _compute_build(kernel: Kernel) -> str:
 
 @lru_cache(maxsize=None)
 def _files_digest(distribution: str, package: str) -> str:
-    """Hashes the RECORD that the installer wrote; without one, or for an editable install, the
-    package folder."""
+    """Hashes the installer's RECORD; without one, or if editable, the package folder."""
     try:
         installed = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -82,8 +80,7 @@ def _is_editable(installed: importlib.metadata.Distribution) -> bool:
 
 
 def _folder_digest(package: str) -> str:
-    """Hashes names, sizes and times of a package's files: an editable install has no list of
-    hashes."""
+    """Hashes names, sizes and times of a package's files, where no list of hashes exists."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError, AttributeError):
@@ -108,8 +105,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def files_digest(distribution: str, package: str) -> str:
-    """Hashes what the installer recorded of a distribution, and names, sizes and times of a
-    package's files now."""
+    """Hashes what the installer recorded, and names, sizes and times of the files now."""
     recorded = _files_digest(distribution, package) if distribution else ""
     return _digest(recorded, _folder_digest(package))
 
@@ -201,8 +197,7 @@ def _file_of(name: str) -> Path | None:
 
 @lru_cache(maxsize=None)
 def _content_digest(name: str) -> str:
-    """Hashes a module's file, or every source in a package's folder: some are imported only on
-    loading."""
+    """Hashes a module's file, or all sources in its folder: some are imported only on loading."""
     path = _file_of(name)
     assert path is not None
     files = path.parent.iterdir() if path.name == "__init__.py" else (path,)

@@ -45,8 +45,7 @@ class PlanExhausted(RuntimeError):
 
 
 class Hung(TimeoutError):
-    """A call took longer than policy allows. Its kernel may still be running on the caller's
-    inputs."""
+    """A call took longer than policy allows; its kernel may still run on the caller's inputs."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no result within {seconds:g} s")
@@ -100,8 +99,7 @@ class WorkerStarting(WorkerFault):
 
 
 class KernelOutOfMemory(KernelExecutionError, torch.OutOfMemoryError):
-    """Every kernel of the plan ran out of memory; who retries with a smaller batch catches torch's
-    error."""
+    """Every kernel of the plan ran out of memory; a retry with less catches torch's error."""
 
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
@@ -151,8 +149,7 @@ def classify(error: BaseException) -> str:
 
 
 def is_sdpa_disabled(error: BaseException) -> bool:
-    """Did scaled_dot_product_attention find no implementation for the call among those sdpa_kernel
-    allows?"""
+    """Did scaled_dot_product_attention find no implementation that sdpa_kernel allows?"""
     return (isinstance(error, RuntimeError)
             and any(m in str(error).lower() for m in _SDPA_DISABLED_TEXTS))
 
@@ -182,8 +179,7 @@ SDPA_SWITCHES: tuple[Callable[[], bool], ...] = (
 
 
 def sdpa_backends() -> tuple[str, ...] | None:
-    """Returns what sdpa_kernel and torch.backends.cuda.enable_*_sdp leave enabled; None for
-    everything."""
+    """Returns what sdpa_kernel and enable_*_sdp leave enabled; None for everything."""
     enabled = tuple(name for name, is_on in zip(SDPA_BACKENDS, SDPA_SWITCHES) if is_on())
     return None if len(enabled) == len(SDPA_BACKENDS) else enabled
 
@@ -193,11 +189,8 @@ on_device_lost: list[Callable[[Reason], None]] = []
 
 
 def capturing() -> bool:
-    """Is a CUDA graph being captured?
-
-    This is the first thing a call asks the device, so a context that an earlier kernel has
-    destroyed is noticed here: DeviceLost.
-    """
+    """Is a CUDA graph being captured? This is the first thing a call asks the device, so a context
+    that an earlier kernel has destroyed is noticed here: DeviceLost."""
     try:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError as e:

@@ -35,8 +35,7 @@ from ..spec.errors import ConfigError
 from .arm_cores import core_name
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu",
-                        "triton-xpu",
-                        "triton-windows")
+                        "triton-xpu", "triton-windows")
 
 
 def probe(kind: str, index: int = 0, table: Table = GENERATIONS) -> Device:
@@ -93,8 +92,7 @@ Software = Mapping[str, Any]               # the version fields of a Device
 
 
 def nvidia_device(props: Any, index: int, software: Software, table: Table = GENERATIONS) -> Device:
-    """`props` has name, major, minor, multi_processor_count and total_memory, as torch gives them.
-    """
+    """`props` has name, major, minor, multi_processor_count and total_memory, as in torch."""
     sm = 10 * props.major + props.minor
     row = generation_of(sm, table)
     return Device(
@@ -145,8 +143,7 @@ _ARM_ISA = {"asimd": "neon", "neon": "neon", "asimdhp": "fp16", "asimddp": "dotp
 
 
 def parse_cpuinfo(text: str) -> CPU:
-    """Parses /proc/cpuinfo of x86 or ARM; of another processor, the fields it has in common with
-    them."""
+    """Parses /proc/cpuinfo of x86 or ARM; of another processor, the fields they share."""
     blocks = [dict(_fields(block)) for block in text.split("\n\n")]
     blocks = [b for b in blocks if "processor" in b]
     first = next((b for b in blocks if "flags" in b or "Features" in b), blocks[0] if blocks
@@ -177,8 +174,7 @@ def _fields(block: str) -> list[tuple[str, str]]:
 
 
 def cpu_from_capability(machine: str, name: str, capability: str) -> CPU:
-    """Describes a CPU without /proc/cpuinfo by the capability torch reports: "AVX2", "AVX512",
-    ..."""
+    """Describes a CPU without /proc/cpuinfo by torch's capability: "AVX2", "AVX512", ..."""
     arm = machine.lower() in ("arm64", "aarch64")
     isa = {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512f")}.get(capability, ())
     known = {"intel": "intel", "amd": "amd", "apple": "apple"}
@@ -194,8 +190,7 @@ def cpu_device(cpu: CPU, total_memory: int, software: Software) -> Device:
 
 
 def parse_nvidia_driver(text: str) -> str:
-    """Returns the driver version in /proc/driver/nvidia/version, of the closed or the open
-    module."""
+    """Returns the version in /proc/driver/nvidia/version, of the closed or open module."""
     match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)(?:\s|$)", text, re.MULTILINE)
     return match.group(1) if match else ""
 
@@ -210,8 +205,7 @@ def cudnn_text(number: int) -> str:
 
 @cache
 def triton_version() -> str:
-    """Returns the version in the package metadata: importing Triton takes a second and may touch
-    the driver."""
+    """Returns the version in the metadata: importing Triton is slow and may touch the driver."""
     for name in TRITON_DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -238,8 +232,7 @@ def nvidia_driver_version() -> str:
 
 
 def _nvml_driver_version() -> str:
-    """Asks NVML, where the driver has no /proc entry (WSL, some containers); this does not start
-    CUDA."""
+    """Asks NVML where the driver has no /proc entry (WSL, containers); CUDA is not started."""
     try:
         nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:
@@ -324,8 +317,7 @@ def _hpu_count() -> int:
     return hpu.device_count() if hpu is not None and hpu.is_available() else 0
 
 
-# torch.cuda.device_count() asks NVML first; is_available() would start the driver and poison a
-# later fork.
+# device_count() asks NVML first; is_available() would start the driver and poison a fork.
 _COUNT: Mapping[str, Callable[[], int]] = {
     "cpu": lambda: 1, "cuda": lambda: torch.cuda.device_count(),
     "xpu": lambda: torch.xpu.device_count(), "hpu": _hpu_count,

@@ -22,8 +22,7 @@ import torch
 from ..spec.kernel import Direct, Kernel, accepted_params
 from ..spec.reason import Code, Reason
 
-# Importing a broken library has been seen to raise all kinds of errors, its own among them, and to
-# exit.
+# Importing a broken library may raise any error, its own among them, or exit.
 LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 _ABI = re.compile(
@@ -47,8 +46,7 @@ def installed_version(distribution: str) -> str | None:
 
 @lru_cache(maxsize=None)
 def is_importable(package: str) -> bool:
-    """Is there such a module? Only files are looked at: importlib's own search would import its
-    parent packages."""
+    """Is there such a module? Only files are looked at: importlib would import its parents."""
     top, *parts = package.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -69,8 +67,7 @@ def distribution_of(kernel: Kernel) -> str:
 
 
 def availability(kernel: Kernel) -> Reason | None:
-    """Returns why the kernel cannot be loaded, as far as is known without importing anything; None
-    if it can."""
+    """Returns why the kernel cannot be loaded, known without importing; None if it can."""
     distribution = distribution_of(kernel)
     if kernel.package and not is_importable(kernel.package):
         return Reason(Code.NOT_INSTALLED, distribution)
@@ -130,8 +127,7 @@ def _load_failure(kernel: Kernel, error: BaseException) -> Reason:
 
 
 def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
-    """Imports `package` in a process of its own and returns why that failed: a crash there is a
-    reason here."""
+    """Imports `package` in its own process and returns why that failed, crashes included."""
     try:
         process = subprocess.run([sys.executable, "-c",
                                   f"import sys; sys.path[:] = {sys.path!r}; import {package}"],

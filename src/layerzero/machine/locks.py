@@ -212,8 +212,7 @@ class Lock:
             (t for t in circle if t not in _loans), default=0)
 
     def _is_abandoned_by_self(self, state: _State, frame: FrameType) -> bool:
-        """Was a suspect lock that this thread owns abandoned? Not if a frame below this one holds
-        it."""
+        """Was a lock that this thread owns abandoned? Not if a frame below holds it."""
         thread = threading.get_ident()
         if any(holder is not frame and is_running(holder, thread)
                for holder in list(state.holders)):
@@ -222,8 +221,7 @@ class Lock:
         return True
 
     def _replace_if_abandoned(self, state: _State) -> bool:
-        """Replaces the lock if its holder can no longer release it. Checked at most every
-        POLL_SECONDS / 2."""
+        """Replaces the lock if its holder cannot release it; checked twice per POLL_SECONDS."""
         now = time.monotonic()
         if now - state.checked_at < POLL_SECONDS / 2:
             return False
@@ -289,8 +287,7 @@ class Lock:
                                         for holder in list(self._state.holders))
 
     def reset(self) -> None:
-        """Frees the lock in a forked child, unless the thread that forked holds it: the others are
-        gone."""
+        """Frees the lock in a forked child, unless the forking thread holds it."""
         if not self._is_owned():
             self._state = _State()
 
@@ -356,8 +353,7 @@ def _calling_frame() -> FrameType:
 # deferred actions
 
 class DeferEvents:
-    """A block without a lock that other threads wait for: events inside it are delivered when it
-    ends."""
+    """A block without a lock that others wait for: events are delivered when it ends."""
 
     def __enter__(self) -> None:
         _thread.held.append(sys._getframe(1))

@@ -32,8 +32,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def headroom(kind: str, policy: Policy) -> int:
-    """Returns the bytes a workspace may take: as configured, or a share of what is free on the
-    device now."""
+    """Returns the bytes a workspace may take: as configured, or a share of what is free now."""
     configured = policy.setting("memory_headroom")
     if configured is not None:
         return int(configured)
@@ -48,8 +47,7 @@ _last_free: dict[int, int] = {}
 
 
 def recent_free_bytes(kind: str) -> int:
-    """Returns free_bytes of at most about FRESH_SECONDS ago: one thread queries, the others use the
-    last reading."""
+    """Returns free_bytes of about FRESH_SECONDS ago: one thread queries, others read that."""
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     key, now = (kind, torch.cuda.current_device() if on_gpu else 0), time.monotonic()
     queried_at, free = _recent.get(key, (-1.0, 0))
@@ -95,8 +93,7 @@ _CGROUP_FILES = (("memory.max", "memory.current", "inactive_file "),
 
 
 def cgroup_free() -> int:
-    """Returns the bytes the container may still take; inactive file pages count as free, since they
-    are reclaimed."""
+    """Returns the bytes the container may still take; inactive file pages count as free."""
     free = UNLIMITED
     for folder in _cgroup_folders():
         for limit_file, used_file, field in _CGROUP_FILES:
@@ -120,11 +117,8 @@ def _cgroup_folders() -> tuple[Path, ...]:
 
 
 def _device_free() -> int:
-    """Returns the bytes free on the current device, other processes counted.
-
-    While a graph is captured the last reading is used: querying the driver would invalidate the
-    capture.
-    """
+    """Returns the bytes free on the current device, other processes counted. While a graph is
+    captured the last reading is used: querying the driver would invalidate the capture."""
     index = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         return _last_free.get(index, torch.cuda.get_device_properties(index).total_memory)
@@ -135,8 +129,7 @@ def _device_free() -> int:
 
 
 def _outside_captures() -> Any:
-    """Returns a context in which the clock thread may query the driver while another thread
-    captures a graph."""
+    """Returns a context in which the driver may be queried during another thread's capture."""
     if threading.current_thread() is threading.main_thread() or torch.version.hip is not None:
         return nullcontext()
     from ..backends.cuda.compiler import outside_captures  # `import layerzero` loads no backend
@@ -165,8 +158,7 @@ _next_check: float | None = None
 
 
 def record_need(op: str, kind: str, served: int, lacking: int) -> bool:
-    """Records that a cached selection depends on free memory. Returns True if no check was
-    scheduled before."""
+    """Records that a cached selection depends on free memory; True if no check was due."""
     global _next_check
     with _lock:
         need = _needs.setdefault((op, kind), MemoryNeed())

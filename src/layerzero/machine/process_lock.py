@@ -1,5 +1,4 @@
-"""A lock between processes: a file in our cache folder, released when its holder ends, however that
-ends."""
+"""A lock between processes: a file in our cache folder, released when its holder ends."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _POLL_SECONDS = 0.02
 
 
 def lock_path(name: str) -> Path:
-    """Returns the lock's file. It stays afterwards: where it exists, the work was begun on this
-    machine once."""
+    """Returns the lock's file. It stays: where it exists, the work was begun here once."""
     return cache_dir() / "locks" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock"
 
 

@@ -1,5 +1,4 @@
-"""The state a machine is in while something is measured: load, clocks, temperature, power, memory,
-where known."""
+"""The state of a machine during a measurement: load, clocks, temperature, power, memory."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _SMI_FIELDS: Mapping[str, str] = {
 
 
 def state_of(device: Device) -> dict[str, Any]:
-    """Returns the software, machine and momentary state around a measurement; what is unknown is
-    left out."""
+    """Returns software, machine and momentary state of a measurement, as far as known."""
     environment: dict[str, Any] = {
         "machine": machine_id(), "platform": platform.platform(),
         "python": platform.python_version(), "layerzero": installed_version("layerzero")
@@ -64,8 +62,7 @@ def _gpu_state(index: int) -> dict[str, Any]:
 
 
 def parse_smi(text: str) -> dict[str, Any]:
-    """Parses one line of `nvidia-smi --query-gpu`; a field that the GPU does not have reads
-    [N/A]."""
+    """Parses one line of `nvidia-smi --query-gpu`; an absent field reads [N/A]."""
     values = [v.strip() for v in text.strip().splitlines()[0].split(",")] if text.strip() else []
     state: dict[str, Any] = {}
     for name, value in zip(_SMI_FIELDS, values):

@@ -36,8 +36,7 @@ MAX_TEXT = 400                                 # characters of an error that are
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: ran | failed (it raised) | timeout | crashed (the process died). `value` is the
-    function's result."""
+    """`status`: ran | failed (it raised) | timeout | crashed. `value`: the function's result."""
 
     status: str
     value: Any = None
@@ -76,8 +75,7 @@ def run_isolated(function: str, *args: Any, timeout: float = TIMEOUT_S, path: Se
     process = subprocess.Popen(
         [sys.executable, "-c", "from layerzero.machine.watchdog import main; main()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
+        start_new_session=True, env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
     try:
         stdout, stderr = process.communicate(job, timeout=timeout)
     except subprocess.TimeoutExpired:

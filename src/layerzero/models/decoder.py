@@ -86,8 +86,7 @@ class CachedKV:
                 "paged": {"pages": batch * -(-capacity // page_size), "page_size": page_size}}[kind]
         self.config, self.kind, self.length, self.batch = config, kind, 0, batch
         self.caches = [kv_cache(kind, **size, kv_heads=config.kv_heads, head_dim=config.head_dim,
-                                dtype=dtype,
-                                device=device) for _ in range(config.layers)]
+                                dtype=dtype, device=device) for _ in range(config.layers)]
         for cache in self.caches:
             for _ in range(batch):
                 cache.add()
@@ -269,8 +268,7 @@ class Decoder:
         return self._layers[i]
 
     def __call__(self, tokens: Tensor, past: PastKV | None = None, *, last: bool = False) -> Tensor:
-        """Returns logits (batch, seq, vocab) of tokens (batch, seq) after those in `past`; `last`:
-        only the last."""
+        """Returns logits (batch, seq, vocab) of tokens after `past`; `last`: only the last."""
         x, positions = self.embed(tokens, past)
         for i in range(self.config.layers):
             x = self.layer(i, x, positions, past)
@@ -436,9 +434,7 @@ def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int 
 
 def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor, layer: int = 0) -> Tensor:
     """Returns the scores (batch, heads, seq, seq) of a whole sequence, zero where a key is masked.
-
-    They are computed in float64, so that two of them differ only by q and k.
-    """
+    They are computed in float64, so that two of them differ only by q and k."""
     q, k = (t.detach().double().transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(c.heads // c.kv_heads,
                                      1).transpose(-1, -2)

@@ -50,10 +50,8 @@ class _Sequence:
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages.
-
-    Made by lz.kv_cache; not for use by several threads at once.
-    """
+    """Keys and values of many sequences, in pages. Made by lz.kv_cache; not for use by several
+    threads at once."""
 
     kind = ""
     max_pages: int | None = None               # per sequence
@@ -115,8 +113,7 @@ class KVCache:
             cache._tables.clear()
 
     def fork(self, sequence: int) -> int:
-        """Adds a copy of a sequence and returns its number. Pages are shared until one of the two
-        writes to them."""
+        """Adds a copy of a sequence and returns its number; pages are copied on write."""
         self._check_owner()
         self._get(sequence)
         forked = next(self._next)
@@ -128,10 +125,8 @@ class KVCache:
 
     @property
     def cross(self) -> KVCache:
-        """The cache of the encoder's keys and values for the same sequences.
-
-        It has its own pages and lengths, is written once per sequence, and never causal.
-        """
+        """The cache of the encoder's keys and values for the same sequences. It has its own pages
+        and lengths, is written once per sequence, and never causal."""
         if self._decoder is not None or not self.cross_len:
             raise _invalid(Code.MISSING_METADATA,
                            "the longest encoder output, when the decoder's cache is made", None,
@@ -193,8 +188,7 @@ class KVCache:
         self._write(self.value, slot_index, self._convert(values, self.value_scale))
 
     def _make_room(self, names: Sequence[int], counts: Sequence[int]) -> None:
-        """Allocates pages for the new tokens; a shared page that is written to is copied first. All
-        or nothing."""
+        """Allocates pages for the new tokens, copies shared ones first; all or nothing."""
         requests = []
         for name, count in zip(names, counts):
             s = self._get(name)
@@ -235,8 +229,7 @@ class KVCache:
         return (rows.round() if self.dtype == torch.int8 else rows).to(self.dtype)
 
     def _scale_for(self, rows: Tensor) -> Tensor:
-        """Returns scales per KV head that fit these rows with headroom; larger values are clamped
-        later."""
+        """Returns scales per KV head that fit these rows with headroom; larger values clamp."""
         largest = rows.detach().to(self.device).float().abs().amax((0, 2))
         return (largest * HEADROOM / LIMITS[self.dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -256,8 +249,7 @@ class KVCache:
     # reading
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """Returns the pages of each sequence, (batch, max_pages) int32; short rows are padded with
-        0."""
+        """Returns the pages of each sequence, (batch, max_pages) int32, padded with 0."""
         names = tuple(self._chosen(sequences))
         table = self._tables.get(names)
         if table is None:
@@ -274,8 +266,7 @@ class KVCache:
         return torch.tensor(lengths, dtype=torch.int32, device=self.device)
 
     def gather(self, sequence: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns a dequantized copy of one sequence's keys and values, (length, kv_heads, dim), in
-        order."""
+        """Returns a dequantized copy of a sequence's keys and values, (length, kv_heads, dim)."""
         s = self._get(sequence)
         pages = torch.tensor(s.pages, dtype=torch.int64, device=self.device)
         out_dtype = dtype or (torch.float32 if self.dtype in LIMITS else self.dtype)
@@ -409,8 +400,7 @@ class ChunkedCache(KVCache):
 
 
 class ContiguousCache(KVCache):
-    """One contiguous range per sequence. Adjacent sequences of equal length are read by one
-    lz.attention call."""
+    """One contiguous range per sequence; adjacent equal lengths are read by one call."""
 
     kind = "contiguous"
     max_pages = 1
@@ -431,8 +421,7 @@ class ContiguousCache(KVCache):
                       for t in (self.key, self.value))
         key, value = (t[first:first + len(states), :states[0].length] for t in (key, value))
         result = _call("attention")(query.unflatten(0, (len(states), counts[0])), key, value,
-                                    causal_align="bottom_right",
-                                    layout="bshd", **options)
+                                    causal_align="bottom_right", layout="bshd", **options)
         if not options["return_lse"]:
             return result.flatten(0, 1)
         return result[0].flatten(0, 1), result[1].transpose(1, 2).flatten(0, 1)

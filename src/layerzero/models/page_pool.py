@@ -10,10 +10,8 @@ from ..spec.reason import Code, Reason
 
 
 class PagePool:
-    """The free pages, and a reference count for each of the others.
-
-    The lowest free page is taken first, so that the pages of a sequence tend to be adjacent.
-    """
+    """The free pages, and a reference count for each of the others. The lowest free page is taken
+    first, so that the pages of a sequence tend to be adjacent."""
 
     def __init__(self, pages: int) -> None:
         self.free = list(range(pages))

@@ -37,8 +37,7 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _POSITIVE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-             "beta_fast",
-             "beta_slow", "attention_factor")
+             "beta_fast", "beta_slow", "attention_factor")
 
 
 def rope_tables(
@@ -105,14 +104,12 @@ def alibi_bias(
     """Returns lz.alibi with the paper's slopes: the bias (num_heads, seq_q, seq_k)."""
     slopes = alibi_slopes(num_heads, dtype=dtype, device=device)
     bias: Tensor = public_function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align,
-                                           is_causal=is_causal,
-                                           backend=backend)
+                                           is_causal=is_causal, backend=backend)
     return bias
 
 
 def _frequencies(kind: str, head_dim: int, dim: int, base: float, scaling: Mapping[str, Any],
-                 max_positions: int,
-                 seq_len: int) -> tuple[Tensor, float]:
+                 max_positions: int, seq_len: int) -> tuple[Tensor, float]:
     """Returns the frequency of each pair, and the factor of cos and sin."""
     original = scaling.get("original_max_position_embeddings")
     factor = scaling.get("factor")

@@ -1,5 +1,4 @@
-"""Shorthands for lz.sample with one filter. A parameter is one number for all rows, or a tensor
-with one each."""
+"""Shorthands for lz.sample with one filter; a parameter is a number, or one for each row."""
 
 from __future__ import annotations
 
@@ -34,16 +33,14 @@ def sample_topk(logits: Tensor, k: Union[Tensor, int], temperature: Rows = 1.0, 
 
 
 def sample_topp(logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None,
-                offset: int = 0,
-                generator: torch.Generator | None = None) -> Tensor:
+                offset: int = 0, generator: torch.Generator | None = None) -> Tensor:
     """Draws a token for each row of logits (batch, vocab) from the fewest whose probabilities reach
     p."""
     return _draw(logits, "top_p", p, temperature, seed, offset, generator)
 
 
 def sample_minp(logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None,
-                offset: int = 0,
-                generator: torch.Generator | None = None) -> Tensor:
+                offset: int = 0, generator: torch.Generator | None = None) -> Tensor:
     """Draws a token for each row of logits (batch, vocab) from those at least p times as likely as
     the likeliest."""
     return _draw(logits, "min_p", p, temperature, seed, offset, generator)

@@ -88,8 +88,7 @@ def tree_positions(parents: Tensor, context_len: int = 0) -> Tensor:
 
 
 def _ancestors(name: str, parents: Tensor) -> Tensor:
-    """Returns (batch, nodes, nodes): which nodes are on the path from the root to each, itself
-    included."""
+    """Returns (batch, nodes, nodes): the nodes on the path from the root to each, itself too."""
     if not isinstance(parents, Tensor):
         raise InvalidCall.of(name, Reason(Code.WRONG_TYPE, "a Tensor", type(parents).__name__,
                                           "parents"))

@@ -19,10 +19,7 @@ LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
-    """Describe a call.
-
-    Raises DataError for what cannot be described, such as a tokenizer object.
-    """
+    """Describe a call; DataError for what cannot be described, such as a tokenizer object."""
     arguments: dict[str, TensorSpec | Scalar] = {}
     for p in op.params:
         value = values.get(p.name, p.default)
@@ -51,8 +48,7 @@ def _describe_tensor(tensor: Tensor) -> TensorSpec:
 
 
 def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Return every parameter of the op by name; tensors are made from the seed, equal for equal
-    seeds."""
+    """Return every parameter of the op by name; equal seeds give equal tensors."""
     if call.case is not None:
         dtype = _torch_dtype(call.dtype)
         try:
@@ -107,8 +103,7 @@ def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> T
 
 
 def _normal(shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
-    """Draw on the host, so that the numbers are equal on every device; a large tensor on the GPU,
-    since the host would take seconds."""
+    """Draw on the host, equal for all devices; large tensors on the GPU, as it takes seconds."""
     if math.prod(shape) < LARGE or torch.device(device).type != "cuda":
         return torch.randn(shape, generator=generator, dtype=torch.float32)
     on_device = torch.Generator(device).manual_seed(

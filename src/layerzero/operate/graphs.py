@@ -44,8 +44,7 @@ Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 
 @dataclass(frozen=True)
 class GraphKernelDisabled(HealthChanged):
-    """A kernel that a live CUDA graph was captured with has been taken out of service; the graph
-    still runs it."""
+    """A kernel that a live CUDA graph was captured with is out of service; the graph runs it."""
 
     name: ClassVar[str] = "graph_kernel_disabled"
     graph: str = ""
@@ -142,8 +141,7 @@ def hold(held: HeldGraph, calls: Calls) -> None:
 
 @contextmanager
 def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
-    """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator
-    capturing."""
+    """Capture as torch.cuda.graph, which leaves stream and allocator capturing after a fault."""
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
@@ -217,10 +215,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A capture that was tried.
-
-    `graph` can be replayed, and writes `result`, if there are no problems.
-    """
+    """A capture that was tried; `graph` writes `result` in a replay, if without problems."""
 
     graph: Any = None
     result: Any = None
@@ -308,9 +303,9 @@ def problem_of(error: BaseException, prefix: str = "") -> Problem:
             f"{prefix}the device was lost: {error}. The device context is lost; restart the "
             "process.",
             [faults.reason_of(error, "sticky")]) from error
+    unsafe = Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ())
     problem_kind = ("sync" if kind in ("capture", "lost") else "allocation" if kind == "memory"
-                    else (
-         "no kernel" if Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ()) else "fault"))
+                    else "no kernel" if unsafe else "fault")
     lines = str(error).strip().splitlines()
     return Problem(problem_kind,
                    f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400],

@@ -1,6 +1,4 @@
-"""Questions about selection (explain, which, validate, list, doctor, stats), answered by the code
-that selects.
-"""
+"""Questions about selection (explain, which, validate, ...), answered by the code that selects."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
 
 
 def generated_code(op: str | Callable[..., Any], /) -> str:
-    """Return the generated Python text that calls of an operation run through, as a debugger shows
-    it."""
+    """Return the generated Python text that calls of an op run through, for a debugger."""
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     code = dispatcher.python_call.__code__
@@ -61,8 +58,7 @@ def generated_code(op: str | Callable[..., Any], /) -> str:
 
 
 def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
-            policy: Any = None,
-            on: Device | None = None, **kwargs: Any) -> Plan:
+            policy: Any = None, on: Device | None = None, **kwargs: Any) -> Plan:
     """Return the whole decision for this call: every kernel, accepted or rejected, every reason.
     Runs nothing.
 
@@ -142,8 +138,7 @@ def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not plan.steps:
         override = context.override_for_call(kwargs.get("backend"), kwargs.get("policy"))
         raise no_kernel_error(_with_device(worlds.current(), kwargs.get("on")),
-                              worlds.current().catalog.ops[plan.op],
-                              plan.facts, override)
+                              worlds.current().catalog.ops[plan.op], plan.facts, override)
     return plan
 
 
@@ -328,8 +323,7 @@ def doctor(deep: bool = False) -> DoctorReport:
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
         checks.append(DoctorCheck(f"refused by {name}", True,
-                                  f"{len(kinds)} kinds of calls; last: {kind}",
-                                  reason.message))
+                                  f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
     compiles = compiling.status()
     if compiles.compiling:
         checks.append(DoctorCheck("compiling in the background", True, str(compiles),
@@ -340,8 +334,7 @@ def doctor(deep: bool = False) -> DoctorReport:
 
 
 def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:
-    """Returns what to do about a kernel that does not load: isolate it, if it does where it is
-    alone."""
+    """Returns what to do about a kernel that does not load: isolate it, if that helps."""
     if (deep and kernel is not None and kernel.package and reason.code in isolation.CONFLICTS
         and loading.import_in_subprocess(kernel.package) is None):
         return (f"{kernel.package} works in a process of its own: set isolation: "
@@ -356,8 +349,7 @@ def _version() -> str:
 
 @dataclass(frozen=True, repr=False)
 class Stats(Displayed, Record):
-    """Calls by op and kernel; events by name; what was learned while serving; what compiles in the
-    background."""
+    """Calls by op and kernel; events by name; what was learned; what compiles."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]

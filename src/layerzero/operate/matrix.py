@@ -38,8 +38,7 @@ class MatrixRow(Record):
 
     @property
     def ok(self) -> bool:
-        """Returns whether what is installed can be used somewhere; what is not installed is no
-        conflict."""
+        """Returns whether what is installed can be used somewhere; absence is no conflict."""
         return FITS in (self.verdict, self.worker_verdict) or (
             self.verdict == ABSENT and self.worker_verdict in (NONE, ABSENT))
 
@@ -75,10 +74,8 @@ class Matrix(Displayed, Record, json="ok rows versions"):
 
 
 def matrix(deep: bool = False) -> Matrix:
-    """Compare what kernels declare with what is installed, here and where their workers run.
-
-    `deep` imports each library as well, in a process of its own.
-    """
+    """Compare what kernels declare with what is installed, here and where their workers run. `deep`
+    imports each library as well, in a process of its own."""
     world = worlds.current()
     entries = parse(world.policy.setting("isolation"))
     groups: dict[tuple[str, str, str], list[Kernel]] = {}

@@ -48,6 +48,14 @@ class ReadinessFinding(NamedTuple):
     hint: str = ""
 
 
+def warning(text: str, hint: str) -> ReadinessFinding:
+    return ReadinessFinding(WARNING, text, hint)
+
+
+def failure(text: str, hint: str) -> ReadinessFinding:
+    return ReadinessFinding(FAIL, text, hint)
+
+
 @dataclass(frozen=True)
 class ReadinessCheck(Record):
     """One line of the report."""
@@ -62,8 +70,7 @@ class ReadinessCheck(Record):
     @classmethod
     def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding],
            otherwise: str) -> ReadinessCheck:
-        """Return the verdict over all findings; without any it is ok, and `otherwise` says what is
-        there."""
+        """Return the verdict over all findings; without any, ok, and `otherwise` says why."""
         ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
         if not ordered:
             return cls(name, OK, want, otherwise)
@@ -100,8 +107,8 @@ class Readiness(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed),
-                "warnings": len(self.warnings),
-                "device": self.device, "checks": encode(self.checks)}
+                "warnings": len(self.warnings), "device": self.device,
+                "checks": encode(self.checks)}
 
     def _cells(self) -> Cells:
         return ("state", "check", "found", "wanted", "do"), [
@@ -129,37 +136,23 @@ def check_policy(world: World) -> ReadinessCheck:
         try:
             config.load_policy_file(world.policy_file, ops)
         except LayerZeroError as e:
-            findings.append(
-                ReadinessFinding(
-                    FAIL,
-                    f"the policy file is broken, the one before is in force: {first_line(e)}",
-                    "correct the policy file",
-                )
-            )
+            findings.append(failure(
+                f"the policy file is broken, the one before is in force: {first_line(e)}",
+                "correct the policy file"))
     if settings["disabled"]:
-        findings.append(
-            ReadinessFinding(WARNING, "disabled is set: every call goes to torch's default",
-                             "unset disabled")
-        )
+        findings.append(warning("disabled is set: every call goes to torch's default",
+                                "unset disabled"))
     if settings["strict_mode"] and settings["allow_adaptation"]:
-        findings.append(ReadinessFinding(WARNING,
-                                         "strict_mode and allow_adaptation are both set; "
-                                         "strict_mode wins",
-                                "unset one"))
+        findings.append(warning(
+            "strict_mode and allow_adaptation are both set; strict_mode wins", "unset one"))
     if settings["jit"] == "in_request":
-        findings.append(
-            ReadinessFinding(
-                WARNING,
-                "jit is in_request: a request waits while a kernel is compiled for it",
-                "set jit to background, or warm up all calls",
-            )
-        )
+        findings.append(warning(
+            "jit is in_request: a request waits while a kernel is compiled for it",
+            "set jit to background, or warm up all calls"))
     rules = sum(len(layer.rules) for layer in world.policy.layers)
-    return ReadinessCheck.of("policy",
-                             "a policy that loads and whose rules name kernels that are here",
-                             findings,
-                    f"policy {world.policy.hash}, {rules} rules, file: "
-                    f"{world.policy_file or 'none'}")
+    return ReadinessCheck.of(
+        "policy", "a policy that loads and whose rules name kernels that are here", findings,
+        f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
 
 
 def _rule_findings(rule: PolicyRule, world: World) -> Iterator[ReadinessFinding]:
@@ -186,20 +179,15 @@ def check_capabilities(world: World, path: Path | str | None = None) -> Readines
                 "it is in force" if file_digest == digest
                 else f"in force are those with hash {digest[:16]}")
     except LayerZeroError as e:
-        findings = [
-            ReadinessFinding(FAIL, " ".join(str(e).split()),
-                             "correct the file, or export it again from this release")
-        ]
+        findings = [failure(" ".join(str(e).split()),
+                            "correct the file, or export it again from this release")]
     return ReadinessCheck.of("capabilities", want, findings, text)
 
 
 # database
 
 def check_database(world: World) -> ReadinessCheck:
-    """Check the database of measurements.
-
-    It is opened so that nothing is written, not even beside it.
-    """
+    """Check the database of measurements; nothing is written, not even beside it."""
     want = "a database of measurements that can be read"
     where = perf_loading.location(world.policy)
     if where is None:
@@ -207,27 +195,22 @@ def check_database(world: World) -> ReadinessCheck:
     # a server: the status of its loading; no second connection is made
     if isinstance(where, str):
         status = measurements.status()
-        return ReadinessCheck(
-            "database", OK if status.ok else FAIL, want, status.text, "" if status.ok
-            else status.hint
-        )
+        return ReadinessCheck("database", OK if status.ok else FAIL, want, status.text,
+                              "" if status.ok else status.hint)
     if not where.exists():
         return ReadinessCheck("database", OK, want, f"{where}: nothing was measured yet")
     from ..perf import snapshot  # sqlite3 is not loaded without a database
     try:
         summary = snapshot.summary(where, READ_SECONDS)
     except StoreError as e:
-        return ReadinessCheck(
-            "database", FAIL, want, str(e),
-            "lz perf show says more; move the file away to begin anew"
-        )
-    findings = (
-        [ReadinessFinding(WARNING,
-                          f"{where}: {summary.damaged} rows are damaged and count for nothing",
-                 "run lz tune again for them")] if summary.damaged else [])
-    return ReadinessCheck.of("database", want, findings,
-                    f"{where}: schema {summary.version}, {summary.rows} measurements, "
-                    f"{summary.bytes >> 10} KiB")
+        return ReadinessCheck("database", FAIL, want, str(e),
+                              "lz perf show says more; move the file away to begin anew")
+    damaged = warning(f"{where}: {summary.damaged} rows are damaged and count for nothing",
+                      "run lz tune again for them")
+    return ReadinessCheck.of(
+        "database", want, [damaged] if summary.damaged else [],
+        f"{where}: schema {summary.version}, {summary.rows} measurements, "
+        f"{summary.bytes >> 10} KiB")
 
 
 # memory
@@ -238,33 +221,24 @@ def check_memory(world: World, kind: str, workspace: int = 0) -> ReadinessCheck:
             "memory free")
     if kind == "cuda" and not torch.cuda.is_initialized():
         return ReadinessCheck("memory", OK, want, "not asked: this process has not started the GPU")
-    total, free, available = world.device(kind).total_memory, free_bytes(kind), headroom(
-        kind, world.policy)
+    total, free = world.device(kind).total_memory, free_bytes(kind)
+    available = headroom(kind, world.policy)
     findings = []
     if workspace > available:
-        findings.append(
-            ReadinessFinding(
-                FAIL,
-                f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
-                "free memory, or raise memory_headroom",
-            )
-        )
+        findings.append(failure(
+            f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
+            "free memory, or raise memory_headroom"))
     if total and free < LITTLE_MEMORY * total:
-        findings.append(ReadinessFinding(WARNING, f"{free:,} of {total:,} bytes are free",
-                                         "free memory on the device"))
+        findings.append(warning(f"{free:,} of {total:,} bytes are free",
+                                "free memory on the device"))
     headroom_setting = world.policy.setting("memory_headroom")
     if headroom_setting is not None and headroom_setting > free:
-        findings.append(
-            ReadinessFinding(
-                WARNING,
-                f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
-                "lower memory_headroom, or unset it to follow what is free",
-            )
-        )
+        findings.append(warning(
+            f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
+            "lower memory_headroom, or unset it to follow what is free"))
     return ReadinessCheck.of(
         "memory", want, findings,
-        f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}"
-    )
+        f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}")
 
 
 # versions
@@ -273,9 +247,7 @@ def check_versions(world: World) -> ReadinessCheck:
     want = ", ".join(f"{name} {tested}"
                      for name, tested in TESTED.items()) + ", libraries in their ranges"
     installed = {"python": platform.python_version(), "torch": torch.__version__}
-    findings = [ReadinessFinding(WARNING,
-                                 f"{name} {installed[name]} is outside {tested}, which is what was "
-                                 "tested",
+    findings = [warning(f"{name} {installed[name]} is outside {tested}, which is what was tested",
                         "run the release gate on it, or take a version of the range")
                 for name, tested in TESTED.items()
                 if not satisfies(installed[name].partition("+")[0], tested)]
@@ -283,13 +255,12 @@ def check_versions(world: World) -> ReadinessCheck:
     for kernel, reason in {**world.availability(), **world.unloadable}.items():
         if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
             backend = kernel.partition(".")[0]
-            findings.append(
-                ReadinessFinding(WARNING, f"{backend}: {reason.message}",
-                                 "install the version its kernels take")
-            )
+            findings.append(warning(f"{backend}: {reason.message}",
+                                    "install the version its kernels take"))
     ours = installed_version("layerzero") or "unknown"
-    return ReadinessCheck.of("versions", want, findings,
-                    f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
+    return ReadinessCheck.of(
+        "versions", want, findings,
+        f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
 
 
 def _requirement_findings() -> Iterator[ReadinessFinding]:
@@ -308,8 +279,7 @@ def _requirement_findings() -> Iterator[ReadinessFinding]:
             continue
         version = installed_version(requirement.name)
         if version is None or not satisfies(version, str(requirement.specifier)):
-            yield ReadinessFinding(FAIL,
-                          f"layerzero needs {requirement.name} {requirement.specifier}, "
+            yield failure(f"layerzero needs {requirement.name} {requirement.specifier}, "
                           f"{version or 'none'} is here",
                           f"pip install '{requirement.name}{requirement.specifier}'")
 
@@ -323,19 +293,16 @@ def check_health(world: World) -> ReadinessCheck:
         if state.blocks is not None:
             is_final = state.state == "disabled"
             reason_text = state.reason.message if state.reason else f"{state.failures} faults"
-            findings.append(ReadinessFinding(FAIL if is_final else WARNING,
-                                             f"{group} is {state.state}: {reason_text}",
-                                    "restart the process" if is_final
-                                             else "it is tried again by itself"))
+            text = f"{group} is {state.state}: {reason_text}"
+            findings.append(failure(text, "restart the process") if is_final
+                            else warning(text, "it is tried again by itself"))
     for kernel, reason in sorted(world.unloadable.items()):
-        findings.append(ReadinessFinding(WARNING, f"{kernel}: {reason.message}",
-                                         reason.code.advice))
+        findings.append(warning(f"{kernel}: {reason.message}", reason.code.advice))
     path = native.status()
     if path.hint and not path.ok:
-        findings.append(ReadinessFinding(WARNING, f"native call path: {path.text}", path.hint))
+        findings.append(warning(f"native call path: {path.text}", path.hint))
     return ReadinessCheck.of("health", "no kernel out of service, the native call path loaded",
-                             findings,
-                    f"no breaker is open; native call path: {path.text}")
+                             findings, f"no breaker is open; native call path: {path.text}")
 
 
 # ranks
@@ -353,8 +320,7 @@ def check_ranks(world: World, store: Any = None, rank: int = 0,
     """Compare this rank with the others; None if there is one process only.
 
     Each rank writes its identity into the store of the process group and reads those that are
-    there. This is no
-    collective: it cannot hang, and may run beside a model that communicates.
+    there. This is no collective: it cannot hang, and may run beside a model that communicates.
     """
     want = "the same policy, capabilities, table and versions on every rank"
     if store is None:
@@ -373,16 +339,15 @@ def check_ranks(world: World, store: Any = None, rank: int = 0,
     except (RuntimeError, ValueError) as e:
         return ReadinessCheck("ranks", FAIL, want,
                               f"the store of the process group does not answer: {first_line(e)}",
-                     "restart the process group")
-    findings = [ReadinessFinding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
+                              "restart the process group")
+    findings = [failure(f"rank {r}: {_difference(own_identity, line)}",
                         "give every rank the same files and settings")
                 for r, line in sorted(identities.items()) if line != own_identity]
     missing = [r for r in range(size) if r not in identities]
     if missing:
-        findings.append(ReadinessFinding(WARNING,
-                                         f"{len(missing)} of {size} ranks have not been checked "
-                                f"yet: {', '.join(map(str, missing[:8]))}",
-                                         "check readiness on every rank"))
+        findings.append(warning(f"{len(missing)} of {size} ranks have not been checked yet: "
+                                f"{', '.join(map(str, missing[:8]))}",
+                                "check readiness on every rank"))
     text = f"{size} ranks, all alike"
     if world.table is not None and isinstance(world.table.table, AgreedTable):
         agreement = world.table.table.agreement
@@ -408,8 +373,7 @@ def _difference(mine: str, theirs: str) -> str:
 # all of them
 
 def check_surroundings(world: World, kind: str, workspace: int = 0,
-                       capabilities_file: Path | str | None = None
-                       ) -> Iterator[ReadinessCheck]:
+                       capabilities_file: Path | str | None = None) -> Iterator[ReadinessCheck]:
     yield check_policy(world)
     yield check_capabilities(world, capabilities_file)
     yield check_database(world)
@@ -422,9 +386,9 @@ def check_surroundings(world: World, kind: str, workspace: int = 0,
 
 def without_world(error: LayerZeroError) -> Readiness:
     """Return the report where the policy cannot be read: nothing else can be checked."""
-    return Readiness((ReadinessCheck("policy", FAIL, "a policy that loads",
-                                     " ".join(str(error).split()),
-                            "correct the policy file or the LAYERZERO_* variables"),))
+    return Readiness((ReadinessCheck(
+        "policy", FAIL, "a policy that loads", " ".join(str(error).split()),
+        "correct the policy file or the LAYERZERO_* variables"),))
 
 
 def current_world() -> World | Readiness:
@@ -437,8 +401,7 @@ def current_world() -> World | Readiness:
 
 
 def device_kind(device: str | None) -> str:
-    """Return the kind of `device` if the machine has it; by default an accelerator before the CPU.
-    """
+    """Return the kind of `device` if the machine has it; default: an accelerator, else CPU."""
     if device is None:
         return hardware.main_kind()
     return hardware.probe(device.partition(":")[0]).type

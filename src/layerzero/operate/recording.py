@@ -64,8 +64,7 @@ class Observer(Protocol):
 
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
                ended: int) -> None:
-        """Called after `kernel` has served; `began` and `ended` are nanoseconds of time.time_ns().
-        """
+        """Called after `kernel` served; `began` and `ended` are of time.time_ns()."""
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
                values: tuple[Any, ...]) -> None: ...
@@ -76,10 +75,7 @@ class Observer(Protocol):
 
 
 class _Line:
-    """One line of the file.
-
-    `call` is None if it cannot be described, such as one with a tokenizer object.
-    """
+    """One line of the file; `call` is None if it cannot be described (a tokenizer object)."""
 
     __slots__ = ("call", "count")
 
@@ -106,8 +102,7 @@ class Recorder:
         self._waits = False                    # for a file that cannot be written now
 
     def after_fork(self) -> None:
-        """Runs in a forked child: a recording to a folder goes on in a file of its own, one to a
-        file is the parent's."""
+        """In a forked child: a recording to a folder goes on in its own file, others end."""
         self._begin(None)
 
     @property
@@ -350,8 +345,7 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
 
 
 def from_environment() -> Recorder | None:
-    """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder, until
-    it ends."""
+    """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder."""
     folder = os.environ.get(VARIABLE, "").strip()
     if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _observers):
         return None

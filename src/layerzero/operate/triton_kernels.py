@@ -36,10 +36,7 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True)
 class TritonCompiled(WarmedUp):
-    """A Triton function was made ready for arguments of a new kind.
-
-    `cache`: compiled, or found on disk, in memory.
-    """
+    """A Triton function is ready for new arguments; `cache`: compiled, or found on disk."""
 
     name: ClassVar[str] = "triton_compiled"
     cache: str = ""
@@ -48,8 +45,7 @@ class TritonCompiled(WarmedUp):
 
 @dataclass(frozen=True)
 class TritonCache:
-    """Counts of one kernel in this process: launches without compiling, compiles, and finds on
-    disk."""
+    """Counts of one kernel in this process: launches, compiles, and finds on disk."""
 
     kernel: str
     hits: int
@@ -173,5 +169,4 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid,
 
 def _emit_compiled(compiled: LoadedSpecialization) -> None:
     events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache,
-                               seconds=compiled.seconds,
-                               shared=compiled.shared))
+                               seconds=compiled.seconds, shared=compiled.shared))

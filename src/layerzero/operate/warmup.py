@@ -111,8 +111,7 @@ class WarmupReport(Displayed):
         return all(o.state == "ready" and not o.left_out for o in self._outcomes)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all calls are done; return False if that took longer than `timeout` seconds.
-        """
+        """Wait until all calls are done; return False if `timeout` seconds came first."""
         with _lock:
             return _lock.wait_for(lambda: not self.waiting, timeout)
 
@@ -155,8 +154,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Settling:
-    """Comes after the critical calls: calls each once more, so that the newest world remembers its
-    choice."""
+    """After the critical calls: each once more, so that the newest world remembers it."""
 
     jobs: Sequence[_Job]
     epoch: int                                 # of the world before the warm-up
@@ -303,8 +301,7 @@ def _emit_late(jobs: Iterable[_Job], timeout: float | None) -> None:
 # one call
 
 def _make_call(job: _Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is made
-    canonical first."""
+    """Return the call's dispatcher and arguments in order; unusual calls made canonical."""
     dispatcher = dispatcher_of(job.call.op)
     values = make_values(dispatcher.op, job.call, job.device)
     while (dispatcher.op.canonical is not None
@@ -352,8 +349,7 @@ def _warm(job: _Job) -> WarmupOutcome:
 
 
 def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
-    """Call it as requests do until the better kernel is ready, so that what serves now is loaded at
-    once."""
+    """Call it as requests do until the better kernel is ready, so that what serves is loaded."""
     world = worlds.current()
     kernel = world.plan(dispatcher.op, dispatcher.facts(values, world),
                         context.current.get()).kernel
@@ -376,8 +372,7 @@ def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any],
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: start nothing new, and give the current compile, which cannot be stopped,
-    some time."""
+    """At exit: start nothing new, and give the current compile, which cannot stop, some time."""
     global _closing
     with _lock:
         _closing = True

@@ -375,8 +375,7 @@ def _find(message: dict[str, Any]) -> Kernel:
 
 
 def _limit_memory(nbytes: int) -> None:
-    """Bounds what the process may allocate beyond what it has now; memory of a GPU's driver cannot
-    be told apart from it."""
+    """Bounds what the process may allocate from now on, a GPU driver's memory included."""
     if not sys.platform.startswith("linux") or torch.cuda.is_available():
         return
     with open("/proc/self/status") as file:

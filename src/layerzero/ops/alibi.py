@@ -37,17 +37,13 @@ def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
     return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)
 
 
-def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None,
-         is_causal: bool = False) -> Tensor:
+def meta(slopes: Tensor, seq_q: int, seq_k: int, **kwargs: Any) -> Tensor:
     return slopes.new_empty((slopes.shape[0], seq_q, seq_k))
 
 
 def default_slopes(heads: int) -> list[float]:
-    """Returns the paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads.
-
-    If n is not a power of two: those of the next lower power, then every second one of the next
-    higher.
-    """
+    """Returns the paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads. If n is not a power of two:
+    those of the next lower power, then every second one of the next higher."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -67,9 +63,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"sq": 5, "sk": 9, "align": "bottom_right", "causal": True},
     {"sq": 9, "sk": 5, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0},
-    {"heads": 2, "sq": 1, "sk": 3000,
-                                                                                 "align":
-         "bottom_right"},
+    {"heads": 2, "sq": 1, "sk": 3000, "align": "bottom_right"},
 )
 
 
@@ -83,8 +77,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("alignment", "the diagonal at the other corner", flip_alignment),
-    replace_argument("mask", "causality ignored",
-    "is_causal", False),
+    replace_argument("mask", "causality ignored", "is_causal", False),
     replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
 STRESS: tuple[dict[str, Any], ...] = ({"heads": 1, "sq": 3, "sk": 66_013},)

@@ -60,11 +60,8 @@ def reference(
     return (out, lse) if return_lse else out
 
 
-def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-         enable_gqa: bool = True, *, causal_align: str | None = None, window_left: int = -1,
-         window_right: int = -1, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
-         return_lse: bool = False, layout: str = "bhsd") -> Any:
+def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,
+         layout: str = "bhsd", **kwargs: Any) -> Any:
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     if not return_lse:
         return out
@@ -77,13 +74,11 @@ def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = N
 def inputs(
     b: int = 2, hq: int = 4, hkv: int = 4, sq: int = 64, sk: int = 64, d: int = 64, dv: int = 0,
     mask: str = "", causal: bool = False, align: str | None = None,
-    window: tuple[int, int] = (-1, -1), alibi: bool = False,
-    softcap: float = 0.0, scale: float | None = None, lse: bool = False, layout: str = "bhsd",
-    stride: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    window: tuple[int, int] = (-1, -1), alibi: bool = False, softcap: float = 0.0,
+    scale: float | None = None, lse: bool = False, layout: str = "bhsd", stride: str = "",
+    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case. `stride`: "transposed" storage, "padded" rows,
-    "sparse" last dim."""
+    """Returns random arguments for one case. `stride`: "transposed", "padded" or "sparse"."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
@@ -170,8 +165,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.MASK_TYPE_INVALID, f"bool, or {facts['dtype']} like the query", mask, "attn_mask"))
     # What kernels do not take, but `canonical` rewrites:
     if mask is not None and facts["is_causal"]:
-        raise InvalidCall.of("attention", Reason(
-            Code.MASK_WITH_CAUSAL, "no kernel takes both"))
+        raise InvalidCall.of("attention", Reason(Code.MASK_WITH_CAUSAL, "no kernel takes both"))
     for name in ("head_dim", "head_dim_v"):
         if facts[name] == 0:
             raise InvalidCall.of("attention", Reason(Code.EMPTY_INPUT, ">= 1", 0, name))

@@ -104,8 +104,7 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         "tables": lambda b, h, q, k: (k + q) % 5 != 0}
     block_q, block_k = blocks.split("x")
     size = int(block_q), int(block_k)
-    mask = create_block_mask(mods[kind], batch, heads, seq_q, seq_k, device=device,
-                             BLOCK_SIZE=size)
+    mask = create_block_mask(mods[kind], batch, heads, seq_q, seq_k, device=device, BLOCK_SIZE=size)
     if kind != "tables":
         return mask
     # the first of the partial blocks of each row is hidden, the last is full

@@ -46,10 +46,9 @@ def reference(
     return out, tokens[..., tokens.shape[-1] - before.shape[-1]:].clone()
 
 
-def meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_states: Tensor | None = None, *,
-    activation: str | None = None, return_final_states: bool = False,
-) -> Any:
+def meta(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+         initial_states: Tensor | None = None, *, return_final_states: bool = False,
+         **kwargs: Any) -> Any:
     out = x.new_empty(x.shape)
     kept = weight.shape[1] - 1 if initial_states is None else initial_states.shape[2]
     return (out, x.new_empty((*x.shape[:2], kept))) if return_final_states else out

@@ -59,8 +59,7 @@ def reference(
 
 
 def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int,
-               block_rows: int,
-               global_scale: Tensor | None, size: int | None) -> int:
+               block_rows: int, global_scale: Tensor | None, size: int | None) -> int:
     """Returns the length of a row of values; raises InvalidCall for scales of another layout."""
     width = q.shape[-1] * (8 // FORMATS[format].bits)
     if size is None:
@@ -78,11 +77,8 @@ def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, blo
     return size
 
 
-def meta(
-    q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *, format: str,
-    block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
-    size: int | None = None, out_dtype: str = "float32",
-) -> Tensor:
+def meta(q: Tensor, *args: Any, format: str, size: int | None = None, out_dtype: str = "float32",
+         **kwargs: Any) -> Tensor:
     if format in GGML_FORMATS:
         width = GGML_FORMATS[format].row_width(q.shape[-1])
         return q.new_empty((*q.shape[:-1], width), dtype=getattr(torch, out_dtype))

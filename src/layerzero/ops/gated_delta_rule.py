@@ -54,8 +54,7 @@ def reference(
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
             initial_state: Tensor | None, normalize: bool) -> tuple[Tensor, ...]:
-    """Returns q (scaled), k, v, g, beta and the first state in float32 or float64; q and k for each
-    value head."""
+    """Returns q (scaled), k, v, g, beta and first state in float32 or wider, per value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, value, g, beta = (t.to(wide) for t in (q, k, v, g, beta))
     if normalize:
@@ -70,11 +69,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: flo
     return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, value, g, beta, state
 
 
-def meta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, *, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> Any:
+def meta(q: Tensor, k: Tensor, v: Tensor, *args: Any, output_final_state: bool = False,
+         **kwargs: Any) -> Any:
     out = v.new_empty(v.shape)
     if not output_final_state:
         return out

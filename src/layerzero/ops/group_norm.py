@@ -35,16 +35,14 @@ def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor
     return (out if bias is None else out + bias.to(wide.dtype).view(per_channel)).to(x.dtype)
 
 
-def meta(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-         eps: float = 1e-5) -> Tensor:
+def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
 
 def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int = 3,
            affine: bool = True, bias_only: bool = False, eps: float = 1e-5, memory: str = "",
-           weight_dtype: str = "", extreme: bool = False,
-           dtype: torch.dtype = torch.float32, device: str = "cpu",
-           seed: int = 0) -> dict[str, Any]:
+           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn((b, c, *size), generator=gen)
     if extreme:                                # a mean far from zero: E[x^2] - E[x]^2 would cancel
@@ -79,8 +77,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Rewrites inputs that are not 4-D as images: (batch, channels, product of all but the last
-    size, last size)."""
+    """Rewrites inputs that are not 4-D as images (batch, channels, all the middle, last size)."""
     x = values["x"]
     if x.dim() == 4 or x.dim() < 2:
         return None

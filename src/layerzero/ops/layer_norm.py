@@ -29,8 +29,7 @@ def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = Non
     return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
 
 
-def meta(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-         eps: float = 1e-5) -> Tensor:
+def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -21,8 +21,7 @@ from .formulas.loss import LOSS_RULES, check_targets, random_targets, reduce_los
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
-              ignore_index: int = -100,
-              label_smoothing: float = 0.0,
+              ignore_index: int = -100, label_smoothing: float = 0.0,
               reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
     """Returns the cross entropy of hidden @ weight.T + bias; weight is (vocab, width)."""
     logits = hidden @ weight.t()
@@ -32,8 +31,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
 
 
 def meta(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
-         ignore_index: int = -100,
-         label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+         ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
     return hidden.new_empty(targets.shape if reduction == "none" else (),
                             dtype=torch.promote_types(hidden.dtype, torch.float32))
 

@@ -51,8 +51,7 @@ def prepare(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor | None,
     initial_states: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float | None,
 ) -> tuple[Tensor, ...]:
-    """Returns x, dt, the log of the decay, B and C for each head, and the first state, all in
-    float32 or float64."""
+    """Returns x, dt, log decay, B and C for each head, and the first state, float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x, step, A = x.to(wide), dt.to(wide), A.to(wide)
     if dt_bias is not None:
@@ -77,12 +76,8 @@ def finish(out: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor
     return out if z is None else out * F.silu(z.to(out.dtype))
 
 
-def meta(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, *,
-    dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float | None = None,
-    return_final_states: bool = False,
-) -> Any:
+def meta(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any, return_final_states: bool = False,
+         **kwargs: Any) -> Any:
     out = x.new_empty(x.shape)
     if not return_final_states:
         return out

@@ -39,8 +39,7 @@ from .formulas.paged import (
 def reference(
     q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
     context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None,
-    return_lse: bool = False,
+    scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
 ) -> Any:
     """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
     the page table.
@@ -55,8 +54,7 @@ def reference(
     lses = [q_nope.new_empty((0, q_nope.shape[1]),
                              dtype=torch.promote_types(q_nope.dtype, torch.float32))]
     for i, s in enumerate(read_spans("mla_paged_attention", q_nope.shape[0], block_table,
-                                     context_lens, cu_seqlens_q,
-                                     ckv_cache.shape[1], max_seqlen_q)):
+                                     context_lens, cu_seqlens_q, ckv_cache.shape[1], max_seqlen_q)):
         ckv, kpe = (gather_pages(cache, block_table[i], s.length)
                     for cache in (ckv_cache, kpe_cache))
         rows = slice(s.first, s.last)
@@ -87,8 +85,7 @@ def inputs(
     extreme: bool = False, large_pool: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: both caches are
-    views of one tensor."""
+    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: shared views."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,

@@ -65,13 +65,7 @@ def reference(
     return torch.stack(rows).to(x.dtype).reshape(x.shape) if rows else torch.zeros_like(x)
 
 
-def meta(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
-    topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
-    scoring: str = "softmax", normalize: bool = True,
-    activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
-    weight_on: str = "output",
-) -> Tensor:
+def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -83,8 +77,7 @@ def inputs(
     favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`others`: number of experts on other devices; `favourite`: every token chooses expert 1
-    first."""
+    """`others`: experts on other devices; `favourite`: every token chooses expert 1 first."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:
@@ -115,13 +108,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True},
     {"activation": "geglu"}, {"activation": "geglu_tanh"}, {"activation": "reglu"},
     {"gate_first": False}, {"index": "int32"}, {"offset": 2, "others": 4},
-    {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
-    {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True},
-    {"capacity": 2, "others": 4, "offset": 1, "top_k": 3}, {"weight_on": "input", "top_k": 1},
+    {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
+    {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
+    {"weight_on": "input", "top_k": 1},
     {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
-    {"weight_on": "input", "offset": 2, "others": 4},
-    {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9},
-    {"hidden": 64, "inner": 128},
+    {"weight_on": "input", "offset": 2, "others": 4}, {"weight_dtype": "bfloat16"},
+    {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
 )
 
 
@@ -148,8 +140,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
     *ROUTED[3:], *ACTIVATIONS[4:],
     replace_argument("scale", "the weight on the other side of the expert", "weight_on",
-                     lambda v: "input"
-    if v["weight_on"] == "output" else "output"))
+                     lambda v: "input" if v["weight_on"] == "output" else "output"))
 
 STRESS: tuple[dict[str, Any], ...] = (
     *({"by": "logits", "top_k": 1, "scoring": scoring, "normalize": normalize}

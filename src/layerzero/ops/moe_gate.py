@@ -29,19 +29,14 @@ from .formulas.moe import route
 def reference(
     logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax",
     normalize: bool = True, *, n_group: int = 1, topk_group: int = 1,
-    e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns (ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
     return route(logits, top_k, scoring, normalize, n_group, topk_group, e_score_correction_bias,
                  routed_scaling_factor)
 
 
-def meta(
-    logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *,
-    n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def meta(logits: Tensor, top_k: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 

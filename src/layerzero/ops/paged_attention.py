@@ -69,8 +69,7 @@ def reference(
     lses = [query.new_empty((0, query.shape[1]),
                             dtype=torch.promote_types(query.dtype, torch.float32))]
     for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
-                                     cu_seqlens_q,
-                                     key_cache.shape[1], max_seqlen_q)):
+                                     cu_seqlens_q, key_cache.shape[1], max_seqlen_q)):
         key = dequantize_cache(gather_pages(key_cache, block_table[i], s.length), key_scale,
                                query.dtype)
         value = dequantize_cache(gather_pages(value_cache, block_table[i], s.length), value_scale,
@@ -92,8 +91,7 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
 
 
 def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
-         return_lse: bool = False,
-         **kwargs: Any) -> Any:
+         return_lse: bool = False, **kwargs: Any) -> Any:
     return empty_result(query, value_cache.shape[3], return_lse)
 
 
@@ -101,10 +99,9 @@ def inputs(
     context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4,
     hkv: int = 2, d: int = 32, dv: int = 0, page_size: int = 16, causal: bool = True,
     window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
-    scales: str = "", lse: bool = False, layout: str = "NHD",
-    table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
-    large_pool: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    seed: int = 0,
+    scales: str = "", lse: bool = False, layout: str = "NHD", table: str = "int32",
+    order: str = "shuffled", stride: str = "", extreme: bool = False, large_pool: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.
@@ -149,31 +146,27 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {"context": (70, 9), "lengths_q": (9, 1), "d": 128},
-    {}, {"lse": True}, {"layout": "HND"}, {"layout": "HND", "lse": True, "page_size": 4},
-    {"page_size": 1}, {"page_size": 64, "context": (130, 64)},
-    {"page_size": 256, "context": (3, 300), "layout": "HND"},
-    {"hkv": 1}, {"hkv": 4, "d": 72}, {"context": (24, 24, 24)},
-    {"context": (24, 24), "layout": "HND", "window": 9},
-    {"window": 6}, {"window": 0, "lse": True}, {"softcap": 5.0},
-    {"softcap": 8.0, "lse": True, "lengths_q": (3, 1, 5)},
-    {"scale": 0.3, "table": "int64"}, {"context": (0, 7, 33), "lse": True},
-    {"context": (1,), "page_size": 1}, {"context": ()},
+    {"context": (70, 9), "lengths_q": (9, 1), "d": 128}, {}, {"lse": True}, {"layout": "HND"},
+    {"layout": "HND", "lse": True, "page_size": 4}, {"page_size": 1},
+    {"page_size": 64, "context": (130, 64)},
+    {"page_size": 256, "context": (3, 300), "layout": "HND"}, {"hkv": 1}, {"hkv": 4, "d": 72},
+    {"context": (24, 24, 24)}, {"context": (24, 24), "layout": "HND", "window": 9}, {"window": 6},
+    {"window": 0, "lse": True}, {"softcap": 5.0},
+    {"softcap": 8.0, "lse": True, "lengths_q": (3, 1, 5)}, {"scale": 0.3, "table": "int64"},
+    {"context": (0, 7, 33), "lse": True}, {"context": (1,), "page_size": 1}, {"context": ()},
     {"context": (90, 50), "order": "neighbours", "lse": True},
-    {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True},
-    {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True},
-    {"lengths_q": (2, 5, 1), "causal": False},
+    {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True}, {"lengths_q": (17, 1, 40)},
+    {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
-    {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (6, 3, 9), "window": 4, "causal": False,
-                                            "lse": True},
+    {"lengths_q": (6, 3, 9), "window": 4},
+    {"lengths_q": (6, 3, 9), "window": 4, "causal": False, "lse": True},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True},
-    {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1},
-    {"d": 40, "dv": 24}, {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)},
-    {"extreme": True}, {"stored": "float8_e4m3fn", "scales": "one"},
+    {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1}, {"d": 40, "dv": 24},
+    {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)}, {"extreme": True},
+    {"stored": "float8_e4m3fn", "scales": "one"},
     {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},
-    {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"},
-    {"scales": "head"},
+    {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"}, {"scales": "head"},
     {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128},
 )
 
@@ -205,10 +198,7 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 def adapt(values: dict[str, Any]) -> Adaptation | None:
     """Reads a cache of another float dtype through a scale of 1, which casts the pages in the
-    table, not the pool.
-
-    A quantized cache cannot be read without its own scales.
-    """
+    table, not the pool. A quantized cache cannot be read without its own scales."""
     query, changed, casts = values["query"], dict(values), []
     for name in ("key", "value"):
         cache = values[f"{name}_cache"]
@@ -223,8 +213,7 @@ def adapt(values: dict[str, Any]) -> Adaptation | None:
 
 
 def _cache_dtype_rules(cache: str, scale: str) -> tuple[Condition, ...]:
-    """Without a scale the cache must have the query's dtype; one rule per dtype, as rules compare
-    with constants."""
+    """Without a scale the cache has the query's dtype: one rule per dtype, as for constants."""
     return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
             *(when(equals("dtype", d), any_of(present(f"{scale}.dtype"),
                                               one_of(f"{cache}.dtype", d,

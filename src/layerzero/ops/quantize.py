@@ -69,8 +69,7 @@ def clone_optional(t: Tensor | None) -> Tensor | None:
 
 
 def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows: int,
-                       scales: Tensor, zeros: Tensor | None,
-                       global_scale: Tensor | None) -> None:
+                       scales: Tensor, zeros: Tensor | None, global_scale: Tensor | None) -> None:
     """Raises InvalidCall unless given scales have the layout that would be returned."""
     want = scale_shape(x.shape, granularity, block_size, block_rows)
     for name, tensor in (("scales", scales), ("zeros", zeros)):
@@ -85,11 +84,9 @@ def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows:
         check_scales("quantize", "global_scale", global_scale, torch.Size((1,) * x.dim()), 1, 1)
 
 
-def meta(
-    x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
-    symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
-    zeros: Tensor | None = None, global_scale: Tensor | None = None,
-) -> Any:
+def meta(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
+         symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
+         **kwargs: Any) -> Any:
     if format in GGML_FORMATS:
         row_bytes = GGML_FORMATS[format].row_bytes(x.shape[-1])
         return x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)

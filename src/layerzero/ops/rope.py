@@ -47,8 +47,7 @@ def reference(
     return rotated_q if k is None else (rotated_q, rotate(k, cos, sin, style))
 
 
-def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
-         *, style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+def meta(q: Tensor, k: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     return (rotated_q if k is None
             else (rotated_q, torch.empty_like(k, memory_format=torch.contiguous_format)))
@@ -61,8 +60,7 @@ def inputs(
     far: bool = False, long_table: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of
-    the batch."""
+    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin per row."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:
@@ -80,9 +78,9 @@ def inputs(
 
     rotary = rotary or d
     rows = 70_001 if long_table and ids else s + 13 if ids else s
-    positions = (torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far
-                 else (
-         torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None]))
+    sequences = b if batched else 1
+    positions = (torch.randint(0, 100_000, (sequences, rows, 1), generator=gen) if far
+                 else torch.arange(rows)[:, None] + torch.arange(sequences)[:, None, None])
     angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
     angles = angles if batched else angles[0]
     angle_dtype = dtype if table_dtype == "like" else getattr(torch, table_dtype)

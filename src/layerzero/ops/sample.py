@@ -86,8 +86,7 @@ def reference(
         scalar_or_column(frequency_penalty, frequency_penalty_rows)))
     scores = rank_scores(logits, temperature, temperature_rows, from_probs)
     filters = make_filters(vocab, temperature, top_k, top_p, min_p, temperature_rows, top_k_rows,
-                           top_p_rows, min_p_rows,
-                           uniform.dtype)
+                           top_p_rows, min_p_rows, uniform.dtype)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
     weights = token_weights(scores, from_probs)
@@ -233,8 +232,7 @@ def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
         return None
     scores = rank_scores(v["logits"], v["temperature"], v["temperature_rows"], v["from_probs"])
     filters = make_filters(scores.shape[-1], v["temperature"], v["top_k"], v["top_p"], v["min_p"],
-                           None, None, None, None,
-                          torch.float64)
+                           None, None, None, None, torch.float64)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranked = token_weights(scores, v["from_probs"]).gather(1, order)
     keep = keep_mask(ranked, filters)
@@ -242,8 +240,7 @@ def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
     keep = keep & ((torch.arange(keep.shape[1]) < count - 1) | (torch.arange(keep.shape[1]) == 0))
     weights = torch.zeros_like(ranked).scatter(1, order, torch.where(keep, ranked, 0.0))
     uniform = random_numbers(scores.shape[0], 1, scores.device, v["uniforms"], v["seed"],
-                             v["seed_rows"], v["offset"],
-                             v["generator"])
+                             v["seed_rows"], v["offset"], v["generator"])
     column = draw(weights, uniform)
     chosen, total = weights.gather(1, column), weights.sum(-1, keepdim=True)
     tokens = torch.where(total > 0, column, -1)[:, 0]

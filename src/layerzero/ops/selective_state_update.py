@@ -53,10 +53,7 @@ def reference(
     return out.to(x.dtype), new.to(state.dtype)
 
 
-def meta(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
+def meta(state: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), state.new_empty(state.shape)
 
 

@@ -112,10 +112,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"drafted": 0}, {"drafted": 1}, {"vocab": 1}, {"alike": 1.0},
     {"alike": 0.0}, {"alike": 0.95, "batch": 16}, {"certain": True, "batch": 16},
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
-    {"special": "padded", "certain": True}, {"special": "masked"},
-    {"special": "broken"}, {"special": "strided"}, {"random": "seed"},
-    {"random": "seed_rows", "batch": 9}, {"vocab": 5003, "batch": 3, "drafted": 3},
-    {"drafted": 20, "alike": 0.99, "batch": 3},
+    {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
+    {"special": "strided"}, {"random": "seed"}, {"random": "seed_rows", "batch": 9},
+    {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16

@@ -107,8 +107,7 @@ TREES: dict[str, tuple[int, ...]] = {
 def inputs(
     batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7,
     certain: bool = False, without_replacement: bool = False, random: str = "uniforms",
-    special: str = "", dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    special: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     parents = TREES[tree]
@@ -145,13 +144,12 @@ def inputs(
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
-    {"tree": "chain", "alike": 1.0}, {"tree": "fan"},
-    {"tree": "fan", "without_replacement": True}, {"tree": "mixed", "alike": 0.95, "batch": 16},
-    {"tree": "disordered"}, {"certain": True, "batch": 16},
-    {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
-    {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"},
-    {"vocab": 5003, "batch": 2}, {"without_replacement": True, "alike": 0.9, "batch": 16},
-    {"tree": "forty", "alike": 0.95},
+    {"tree": "chain", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
+    {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
+    {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
+    {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
+    {"random": "seed"}, {"vocab": 5003, "batch": 2},
+    {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
 )
 
 STRESS: tuple[dict[str, Any], ...] = ({"vocab": 70_001, "batch": 2},)      # ids beyond 2^16

@@ -83,8 +83,7 @@ def meta(text: str | list[str], tokenizer: Any, **options: Any) -> None:
 
 
 def read(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts of the tokenizer and of the texts; raises InvalidCall before any library is
-    called."""
+    """Returns the facts of tokenizer and texts; InvalidCall before any library is called."""
     texts = check_texts(values["text"])
     if not isinstance(values["padding"], (bool, str, NoneType)):
         raise InvalidCall.of("tokenize", Reason(
@@ -168,10 +167,9 @@ ALTERATIONS: tuple[Alteration, ...] = (
         lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
     replace_argument("convention", "special tokens not added", "add_special_tokens", False),
     replace_argument("convention", "truncated on the other side", "truncation_side",
-                     lambda v: "left"
-    if v["truncation_side"] != "left" else "right"),
-    replace_argument("convention", "padded on the other side", "padding_side", lambda v: "left"
-    if v["padding_side"] != "left" else "right"))
+                     lambda v: "left" if v["truncation_side"] != "left" else "right"),
+    replace_argument("convention", "padded on the other side", "padding_side",
+                     lambda v: "left" if v["padding_side"] != "left" else "right"))
 
 OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,

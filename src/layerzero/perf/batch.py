@@ -1,5 +1,4 @@
-"""A batch to be written to a store: measurements, the environments they name, and rates with their
-times."""
+"""A batch to write to a store: measurements, the environments they name, and timed rates."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from .record import Measurement, Rates
 
 @dataclass(frozen=True)
 class Batch:
-    """Immutable, with one measurement per row of a store, so that it stays small while the store is
-    unavailable."""
+    """Immutable, one measurement per row, so that it stays small while the store is away."""
 
     rows: Mapping[tuple[str, ...], Measurement] = field(default_factory=dict)
     environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -27,10 +27,8 @@ FileContent = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tupl
 
 
 def export_lines(store: Store, path: Path) -> int:
-    """Writes the store as JSON lines and returns the number of rows.
-
-    The file is replaced atomically, and only if it is missing, empty or such an export itself.
-    """
+    """Writes the store as JSON lines and returns the number of rows. The file is replaced
+    atomically, and only if it is missing, empty or such an export itself."""
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
     rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()

@@ -113,8 +113,7 @@ class FleetStore(Store):
         return version
 
     def _add_mode(self, connection: Any) -> None:
-        """As `_migrate_eager_rows` of schema.py: CPU rows were eager, the mode of the others is
-        unknown."""
+        """As `_migrate_eager_rows` of schema.py: CPU rows were eager, other modes are unknown."""
         for statement in (
                 "DELETE FROM layerzero_measurements WHERE place !~ '-[0-9]+t$'",
                 "ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT "

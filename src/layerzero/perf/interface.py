@@ -39,8 +39,7 @@ class NewerStore(StoreError):
 
 
 class ForeignFile(StoreError):
-    """The path holds something that is not ours: another kind of file, another program's database,
-    a device."""
+    """The path holds something that is not ours: another file, another database, a device."""
 
     def __init__(self, path: Path, what: str,
                  remedy: str = "set perfdb to a file of its own") -> None:
@@ -134,15 +133,13 @@ class Store(ABC):
 
     def prune(self, unwanted: Callable[[Measurement], bool] = lambda m: True, *,
               before: float | None = None) -> int:
-        """Removes the `unwanted` rows, optionally only those measured `before` a time. Returns how
-        many."""
+        """Removes the `unwanted` rows, optionally only those `before` a time; returns how many."""
         rows = [m for m in self._rows() if (before is None or m.at < before) and unwanted(m)]
         self.delete(rows)
         return len(rows)
 
     def merge(self, other: Store) -> int:
-        """Adds the rows of another store; `supersedes` decides between equal rows. Returns how many
-        rows it had."""
+        """Adds another store's rows; `supersedes` decides between equals; returns how many."""
         rows = list(other.rows())
         self.write(rows, other.environments(), other.timed_rates())
         return len(rows)

@@ -33,8 +33,7 @@ File = tuple[int, int]                         # device and inode
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Describes what is at a path: a database of ours, an empty file (which becomes one), or
-    nothing."""
+    """Describes what is at a path: our database, an empty file (to become one), or nothing."""
 
     kind: str                                  # "ours" | "empty" | "missing"
     file: File | None = None
@@ -48,8 +47,7 @@ _open: list[File] = []                         # once for each database that is 
 
 
 def inspect(path: Path) -> FileInfo:
-    """Returns what is at `path`; raises ForeignFile if it is not ours, CorruptStore if ours has a
-    damaged header."""
+    """Returns what is at `path`; ForeignFile if not ours, CorruptStore if ours is damaged."""
     with _lock:
         return _inspect(path)
 
@@ -129,8 +127,7 @@ def _inspect_file(path: Path) -> FileInfo:
 
 
 def _check_side_files(path: Path, info: FileInfo) -> None:
-    """Refuses foreign files with the names of SQLite's own side files: it would replace or delete
-    them."""
+    """Refuses foreign files named like SQLite's side files: it would replace or delete them."""
     for suffix in SIDE_FILES:
         side_file = Path(f"{path}{suffix}")
         try:
@@ -156,8 +153,7 @@ def _check_side_files(path: Path, info: FileInfo) -> None:
 
 
 def _read_head(path: Path, count: int) -> bytes:
-    """Returns the first bytes of a file; never blocks, should a device or FIFO have taken its
-    place."""
+    """Returns the first bytes of a file; never blocks on a device or FIFO in its place."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
                          | getattr(os, "O_BINARY", 0))
     try:

@@ -102,16 +102,13 @@ class Measurement(NamedTuple):
 
     @property
     def trust(self) -> float:
-        """1 for a quiet measurement, falling towards 0 as its spread grows; samples add trust.
-
-        Only up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all.
-        """
+        """1 for a quiet measurement, falling towards 0 as its spread grows; samples add trust. Only
+        up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all."""
         return 1.0 / (1.0 + (self.spread / QUIET_SPREAD) ** 2
                       / min(self.samples, MAX_TRUSTED_SAMPLES))
 
     def supersedes(self, other: Measurement) -> bool:
-        """Does this row replace `other`? Quiet before noisy, then the newer: the order of merging
-        does not matter."""
+        """Does this row replace `other`? Quiet before noisy, then newer, in any order."""
         return (self.spread <= QUIET_SPREAD, self.at) >= (other.spread <= QUIET_SPREAD, other.at)
 
 
@@ -208,8 +205,7 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
 
 @lru_cache(maxsize=None)
 def free_integers(op: Op) -> frozenset[str]:
-    """Returns the integer parameters the contract says nothing about, such as a seed: they affect
-    no time."""
+    """Returns the integer parameters outside the contract, such as a seed: they cost no time."""
     mentioned = {leaf.fact for rule in op.requires for leaf in rule.leaves()}.union(
         op.exact, *(parse(text).names for text in (op.flops, op.bytes, *op.derived.values())))
     return frozenset(p.name for p in op.params if p.kind == "int" and p.name not in mentioned)
@@ -254,14 +250,12 @@ SizeIndex = Mapping[Key, list[tuple[dict[str, float], Measurement]]]
 
 
 class PerfView:
-    """An immutable set of measurements by (kernel, bucket, place, mode), and the rates of each
-    place."""
+    """An immutable set of measurements by (kernel, bucket, place, mode), and rates by place."""
 
     __slots__ = ("_extra", "_index", "_rows", "_source", "rates")
 
     def __init__(self, measurements: Iterable[Measurement] = (),
-                 rates: Mapping[str, Rates] | None = None,
-                 source: Source | None = None) -> None:
+                 rates: Mapping[str, Rates] | None = None, source: Source | None = None) -> None:
         self._source = source
         # of kernels that were read, or differ from the source
         self._rows: dict[str, Rows] = {}
@@ -307,8 +301,7 @@ class PerfView:
 
     def near(self, kernel: str, kind: Kind, place: str,
              mode: str = EAGER) -> list[tuple[float, Measurement]]:
-        """Returns the nearest measurements of a kernel in the same family with their distances,
-        nearest first."""
+        """Returns a kernel's nearest measurements in the family, with distances, nearest first."""
         index = self._index.get(kernel)
         if index is None:
             index = self._index[kernel] = _build_index(self._rows_of(kernel))
@@ -320,8 +313,7 @@ class PerfView:
 
     def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
                  mode: str = EAGER) -> Estimate | None:
-        """Estimates a time from how far the nearest measurements of the kernel stayed behind the
-        roofline."""
+        """Estimates a time from how far the kernel's nearest measurements miss the roofline."""
         near = self.near(kernel, kind, place, mode)
         if not near:
             return None
@@ -369,8 +361,7 @@ class PerfView:
     def including(self, measurements: Iterable[Measurement],
                   rates: Mapping[str, Rates] | None = None,
                   builds: Mapping[str, str] | None = None) -> PerfView:
-        """Returns this view with more rows. Rows of other builds of the kernels in `builds` are
-        left out."""
+        """Returns this view with more rows, without those of other builds than `builds`."""
         view = PerfView((), {**self.rates, **(rates or {})}, self._source)
         view._rows, view._index, view._extra = dict(self._rows), dict(self._index), self._extra
         for kernel, build in (builds or {}).items():

@@ -1,5 +1,4 @@
-"""The tables of the SQLite store, the migrations to the current schema, and the checksum of a
-row."""
+"""The tables of the SQLite store, the migrations to the current schema, a row's checksum."""
 
 from __future__ import annotations
 

@@ -125,15 +125,12 @@ def _measurements(row: list[Any], kernels: list[str],
         if not index.isdecimal():
             raise ValueError(f"wanted the number of a kernel, got {index!r}")
         yield Measurement(kernels[int(index)], op, bucket, "shipped", float(us), 0.0,
-                          MAX_TRUSTED_SAMPLES, family, sizes,
-                          float(flops), float(moved), mode=mode)
+                          MAX_TRUSTED_SAMPLES, family, sizes, float(flops), float(moved), mode=mode)
 
 
 def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, command: str,
-            rates: Rates,
-            measurements: Iterable[Measurement], baselines: Collection[str]) -> str:
-    """Returns the text of a file, equal for equal measurements. One row per line, for readable
-    diffs."""
+            rates: Rates, measurements: Iterable[Measurement], baselines: Collection[str]) -> str:
+    """Returns the text of a file, equal for equal measurements, one row per line."""
     kinds: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
     for m in measurements:
         kinds.setdefault((m.op, m.mode, m.family, m.sizes), {})[m.kernel] = m

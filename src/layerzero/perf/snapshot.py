@@ -1,5 +1,4 @@
-"""Reads the file of measurements without a trace: nothing is created, migrated, set aside or
-locked."""
+"""Reads the file of measurements without a trace: nothing is made, migrated or locked."""
 
 from __future__ import annotations
 

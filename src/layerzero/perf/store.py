@@ -63,8 +63,7 @@ class CopySource:
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
-        """Returns the intact rows of a kernel; one from the future (the clock was set back) counts
-        as measured now."""
+        """Returns the intact rows of a kernel; one from the future counts as measured now."""
         rows = self._query(f"{ALL_COLUMNS}, crc", kernel, self._builds[kernel])
         sound = (m for values in rows if (m := row_of(values)) is not None)
         return [m if m.at <= self._now else m._replace(at=self._now) for m in sound]
@@ -76,8 +75,7 @@ class CopySource:
         return self._count
 
     def _query(self, columns: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
-        """Queries the copy. This runs inside a call, which damage must not fail: it returns no rows
-        then."""
+        """Queries the copy, inside a call: if it is damaged there are no rows."""
         query = f"SELECT {columns} FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
         with _reading:
             try:
@@ -407,8 +405,7 @@ def _memory_database() -> sqlite3.Connection:
 
 
 def real_path(path: Path) -> Path:
-    """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and
-    is refused later."""
+    """Returns the path SQLite uses for the file; a dangling link stays, and is refused later."""
     try:
         if path.is_symlink() and hasattr(os, "geteuid") and (
                 owner := path.lstat().st_uid) not in (0, os.geteuid()):

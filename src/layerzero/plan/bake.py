@@ -123,8 +123,7 @@ class _Call:
 
 def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
                backend: str | None) -> _Call:
-    """Check a call as it was given to `bind`; ConfigError for one that is changed before it is
-    served."""
+    """Check a call as given to `bind`; ConfigError for one that is changed before serving."""
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     override = context.override_for_call(backend, None)
@@ -151,10 +150,7 @@ def _read_call(op: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],
               row: Row) -> BoundKernel:
-    """Attach kernel, row, covers and checked to the function.
-
-    An object in its place would cost one call more.
-    """
+    """Attach kernel, row, covers and checked to the function: an object would cost a call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(names):
             raise ConfigError(
@@ -168,8 +164,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
         return row.covers(facts(tensors))
 
     def checked(*tensors: Tensor) -> Any:
-        """Returns the bound kernel where it was bound for this call; else the op itself, and an
-        event."""
+        """Returns the bound kernel if bound for this call; else the op itself, and an event."""
         call = facts(tensors)
         if row.covers(call):
             return run(*tensors)
@@ -183,8 +178,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
 
 def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
                named: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of the tensors in `named` that calls the kernel with all other arguments
-    fixed."""
+    """Return a function of the tensors in `named` that calls the kernel, the rest fixed."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
     fixed = {n: v for n, v in named.items() if n not in tensors}
     binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
@@ -198,10 +192,7 @@ def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
 def _with_defaults(call: Direct, tensors: list[str],
                    fixed: Mapping[str, Any]) -> FunctionType | None:
     """Return a copy of the kernel's Python function with the fixed arguments as defaults; None if
-    it takes others.
-
-    Unlike a wrapper, the copy adds no frame to a call.
-    """
+    it takes others. Unlike a wrapper, the copy adds no frame to a call."""
     fn, arguments = call.fn, (*call.args, *call.kwargs.values())
     if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None or any(
             isinstance(argument, LastSize) for argument in arguments):
@@ -307,8 +298,7 @@ class Baked:
             self._first = False
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Returns the backend that Dynamo hands a graph to, in which the lz calls are still
-        whole."""
+        """Returns the backend that Dynamo hands a graph to while lz calls are still whole."""
         autocast = any(n.op == "call_function"
                        and getattr(n.target, "__name__", "") == "_enter_autocast"
                        for n in graph.graph.nodes)
@@ -328,8 +318,7 @@ class Baked:
 
 
 def compile_model(model: Callable[..., Any], *example: Any, fullgraph: bool = False,
-                  dynamic: bool | None = None,
-                  **named: Any) -> Baked:
+                  dynamic: bool | None = None, **named: Any) -> Baked:
     """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a
     lookup.
 
@@ -353,10 +342,7 @@ def _op_name(node: torch.fx.Node) -> str | None:
 
 def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
           autocast: bool) -> Site:
-    """Replace the node with the bound kernel.
-
-    Where that cannot be done, the node stays as it is.
-    """
+    """Replace the node with the bound kernel, or leave it where that cannot be done."""
     op, target = dispatcher.op, node.target
     arguments = list(target._schema.arguments)  # type: ignore[union-attr]
     bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}
@@ -403,8 +389,7 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
 def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step,
                  facts: Mapping[str, Any],
                  values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
-    """Add the kernel to the graph: its own function where the graph can hold all arguments, else a
-    wrapper."""
+    """Add the kernel to the graph: its own function if the graph can hold its arguments."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
     fixed = {n: v for n, v in values.items() if n not in tensors}
     call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant

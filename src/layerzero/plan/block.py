@@ -98,8 +98,7 @@ class BlockPlan(SelectionReport, Record,
 
 @dataclass(frozen=True)
 class _Path:
-    """A partial path through the block: its cost, its steps, and the values as they lie in memory.
-    """
+    """A partial path through the block: cost, steps, and values as they lie in memory."""
 
     cost: float
     steps: tuple[BlockStep, ...]
@@ -245,8 +244,7 @@ class _Search:
                 yield from self.kernels(part, op, arguments, layout, dtype, path)
 
     def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str,
-                dtype: torch.dtype,
-                path: _Path) -> Iterator[_Path]:
+                dtype: torch.dtype, path: _Path) -> Iterator[_Path]:
         dispatch.public_function(op)
         owner, moved = dispatch.dispatchers[op.name], _Conversion(op, arguments, layout, dtype)
         values = moved.inputs(arguments)
@@ -302,8 +300,7 @@ def _is_view(tensor: Tensor, of: Sequence[Any]) -> bool:
 
 
 class _Conversion:
-    """Views the inputs of a stage in another layout and dtype, and its results in the block's own
-    again."""
+    """Views a stage's inputs in another layout and dtype, and its results in the block's own."""
 
     def __init__(self, op: Op, arguments: Mapping[str, Any], layout: str,
                  dtype: torch.dtype) -> None:

@@ -66,8 +66,7 @@ def _values(op: Op, call: Call) -> dict[str, Any]:
             raise InvalidCall(
                 f"lz.{op.name}: {name}: there is no dtype {spec.dtype!r} in this torch")
         tensor = (torch.empty(spec.shape, dtype=dtype, device="meta") if spec.strides is None
-                  else torch.empty_strided(
-             spec.shape, spec.strides, dtype=dtype, device="meta"))
+                  else torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta"))
         wants = call.grad and name in op.differentiable and dtype.is_floating_point
         values[name] = tensor.requires_grad_() if wants else tensor
     return values

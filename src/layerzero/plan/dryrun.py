@@ -131,8 +131,7 @@ def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
 
 
 def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
-    """Find the kernel for each of these calls on a device, by default the accelerator of this
-    machine."""
+    """Find the kernel for each of these calls on a device, by default the accelerator."""
     kind = device or hardware.main_kind()
     rows = []
     for i, call in enumerate(calls):
@@ -172,8 +171,7 @@ def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
 
 
 def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
-    """Return a result as the contract describes it; it requires a gradient where the real one
-    would."""
+    """Return a result as the contract describes it; with a gradient where the real one has."""
     out = op.meta(**values)
     if grad:
         for t in pytree.tree_leaves(out):

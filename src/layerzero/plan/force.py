@@ -96,8 +96,7 @@ def unknown_facts(row: Row, op: Op) -> list[str]:
 
 
 def _warm_up(table: Table) -> frozenset[Any]:
-    """Make the calls that the table's JIT kernels are compiled for; return what is warm after that.
-    """
+    """Make the calls that the table's JIT kernels are compiled for; return what is warm."""
     warm: set[Any] = set()
     for artefact in table.jit:
         world = worlds.current()

@@ -53,13 +53,11 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
     def of(cls, kernel: Kernel, device: Device) -> Pin:
         distribution = distribution_of(kernel)
         return cls(kernel.id, distribution, installed_version(distribution) or "unknown",
-                   build_of(kernel),
-                   certificate_of(kernel, device))
+                   build_of(kernel), certificate_of(kernel, device))
 
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
-    """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it
-    has none."""
+    """Return a digest of the kernel's certificate on this device; "" if it has none."""
     certificate = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(certificate, certificates.Certificate):
         return ""
@@ -264,10 +262,7 @@ class Difference(Record, json="op calls a b verdict"):
 
 
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
-    """Compare every range of calls that either of them has.
-
-    Ranges that overlap in part are split.
-    """
+    """Compare every range of calls that either has; ranges that overlap in part are split."""
     differences = []
     index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MAX_PIECES
                                                                     * (len(a.rows) + len(b.rows))]
@@ -333,10 +328,7 @@ def _ends(row: Row, name: str) -> tuple[float, float]:
 
 
 def intersection(a: Row, b: Row) -> Row | None:
-    """Return the row of the calls that both cover, or None.
-
-    A size that a row does not name may be any.
-    """
+    """Return the row of calls that both cover, or None; a size not named may be any."""
     spans, theirs = dict(a.sizes), dict(b.sizes)
     for name, span in theirs.items():
         met = _intersect(spans.get(name, Span()), span)

@@ -63,8 +63,7 @@ def module(table: Table) -> dict[str, Any]:
 
 
 def _check_names(table: Table) -> None:
-    """Names of the table become names of the module: one that is no identifier would be code of its
-    file."""
+    """Names of the table become names of the module, so each must be an identifier."""
     for op, rows in table.by_op.items():
         names = {op, *(identifier(n) for _, row in rows for n, _ in row.sizes)}
         unusable = sorted(n for n in names if not n.isidentifier() or iskeyword(n))
@@ -159,8 +158,7 @@ def _leaf(row: int, sizes: Mapping[str, Span], path: Path) -> str:
 
 
 def _tests(sizes: Mapping[str, Span], path: Path) -> list[str]:
-    """Returns the comparisons that the path has not made yet. Of its lower ends is known: greater
-    than."""
+    """Returns the comparisons that the path has not made yet; lower ends are exclusive."""
     tests = []
     for name, span in sizes.items():
         over, most = path.get(name, (None, None))
@@ -187,8 +185,7 @@ def _next(n: Number) -> Number | None:
 
 
 def _cut(boxes: Sequence[Box]) -> tuple[str, Number] | None:
-    """Returns a size and a number that no box lies across, with about as many boxes on either
-    side."""
+    """Returns a size and a number that no box lies across, with boxes halved around it."""
     best: tuple[int, str, Number] | None = None
     for name in boxes[0][1]:
         lows, highs = (sorted(_end(box, name, which) for box in boxes) for which in (0, 1))

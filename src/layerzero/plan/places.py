@@ -16,8 +16,7 @@ from .lockfile import Difference
 
 @dataclass(frozen=True)
 class Place(Record):
-    """Machines that share measurements: one model of device with one driver, torch and number of
-    threads."""
+    """Machines that share measurements: one device model, driver, torch and thread count."""
 
     place: str
     device: str = ""                           # its model

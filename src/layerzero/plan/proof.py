@@ -1,8 +1,7 @@
 """Do the rules of a kernel hold for every call that a row of a table covers?
 
 Each rule is asked of the whole range at once. The answer is yes, no, or "it depends", which counts
-as
-no: a range is widened only where every rule is known to hold from its beginning to its end.
+as no: a range is widened only where every rule is known to hold from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
-    """Do all rules of the kernel hold? `known` has the facts common to all calls and the spans of
-    the sizes."""
+    """Do all rules of the kernel hold for the facts in `known` and the spans of the sizes?"""
     fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 
@@ -79,8 +77,8 @@ def _ends(op: Op, name: str, known: Known) -> tuple[Number, Number] | None:
     if value is _UNKNOWN and name in op.derived:
         value = interval(op, name, known)
     if isinstance(value, Span):
-        return (-math.inf if value.low is None else value.low, math.inf if value.high is None
-                else value.high)
+        return (-math.inf if value.low is None else value.low,
+                math.inf if value.high is None else value.high)
     return (value, value) if isinstance(value, (int, float)) else None
 
 

@@ -18,14 +18,7 @@ from ..dispatch.background import compiling
 from ..files.calls import Calls, load_calls
 from ..machine.builds import build_of
 from ..operate import readiness as base
-from ..operate.readiness import (
-    FAIL,
-    WARNING,
-    Readiness,
-    ReadinessCheck,
-    ReadinessFinding,
-    first_line,
-)
+from ..operate.readiness import FAIL, Readiness, ReadinessCheck, ReadinessFinding, first_line
 from ..perf.interface import StoreError
 from ..selection.engine import is_warm
 from ..spec.call import Call
@@ -96,7 +89,7 @@ def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decisi
         try:
             op, facts = facts_of(call, world, kind)
         except LayerZeroError as e:
-            wrong.append(ReadinessFinding(FAIL, f"{name}: {first_line(e)}", "correct the workload"))
+            wrong.append(base.failure(f"{name}: {first_line(e)}", "correct the workload"))
             continue
         decided.append(Decision(name, op, facts, world.plan(op, facts, thorough=True),
                                 world.plan(op, facts, compiled=True)))
@@ -114,33 +107,27 @@ def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], wor
                    or "there is none")
             hint = ("run lz warmup" if d.compiled.steps
                     else "lz explain says more; allow or install a kernel")
-            findings.append(ReadinessFinding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}",
-                                             hint))
+            findings.append(base.failure(f"{d.name}: no kernel may serve it: {why[:400]}", hint))
         elif d.plan.steps[0].kernel.startswith("reference.") and len(world.kernels(d.op.name)) > 1:
-            findings.append(ReadinessFinding(WARNING,
-                                             f"{d.name}: only the reference formula serves it",
-                                    "lz explain says why the others do not"))
+            findings.append(base.warning(f"{d.name}: only the reference formula serves it",
+                                         "lz explain says why the others do not"))
     unbuilt = sorted(k for k, reason in world.availability().items()
                      if reason.code is Code.NOT_BUILT)
     if unbuilt and kind == "cpu":
-        findings.append(
-            ReadinessFinding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}",
-                             "run: lz build")
-        )
+        findings.append(base.warning(f"not compiled for this machine: {', '.join(unbuilt)}",
+                                     "run: lz build"))
     if decided or wrong:
         served = sorted({d.plan.kernel for d in decided if d.plan.kernel})
-        return ReadinessCheck.of("kernels",
-                                 "a kernel that may serve each call, and those that policy locks",
-                                 findings,
-                        f"{plural(len(decided), 'call')}, served by {', '.join(served)}")
+        return ReadinessCheck.of(
+            "kernels", "a kernel that may serve each call, and those that policy locks", findings,
+            f"{plural(len(decided), 'call')}, served by {', '.join(served)}")
     context = world.selection_context(kind, None)
     able = {op.name: world.roster(op, kind, context).viable for op in world.catalog.ops.values()}
-    findings += [ReadinessFinding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
+    findings += [base.failure(f"{op}: no kernel can run on {kind}", "lz list shows why")
                  for op, kernels in able.items() if not kernels]
-    return ReadinessCheck.of("kernels", "a kernel for each op, and those that policy locks",
-                             findings,
-                    f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on "
-                    f"{kind}")
+    return ReadinessCheck.of(
+        "kernels", "a kernel for each op, and those that policy locks", findings,
+        f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on {kind}")
 
 
 def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
@@ -156,11 +143,9 @@ def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
                 refused = {r.kernel: r.reasons for r in world.roster(op, kind, context).rejected}
                 if named and all(k.id in refused for k in named):
                     why = "; ".join(str(r) for r in refused[named[0].id])
-                    yield ReadinessFinding(
-                        FAIL,
+                    yield base.failure(
                         f"{op.name} is locked to {', '.join(rule.kernels)} ({rule.origin}): {why}",
-                        "install or build it, or take the lock away",
-                    )
+                        "install or build it, or take the lock away")
 
 
 # certificates
@@ -184,18 +169,12 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
     near = {i for i in near if not i.startswith("reference.")}
     standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],
                                      world.device(kind))
-    findings = [
-        ReadinessFinding(WARNING, f"{kernel}: {why}", "run lz verify kernels for it")
-        for kernel, reason in standing.items()
-        if (why := getattr(reason, "message", ""))
-    ]
+    findings = [base.warning(f"{kernel}: {why}", "run lz verify kernels for it")
+                for kernel, reason in standing.items() if (why := getattr(reason, "message", ""))]
     proven = {i for i in ids if i and not i.startswith("reference.")}
     if near and not proven:
-        findings.insert(0,
-                        ReadinessFinding(FAIL,
-                                         "no kernel here is proven: only the reference formulas "
-                                         "serve",
-                                   "run lz verify kernels"))
+        findings.insert(0, base.failure(
+            "no kernel here is proven: only the reference formulas serve", "run lz verify kernels"))
     return ReadinessCheck.of("certificates", want, findings,
                              f"{len(proven)} kernels, each with its certificate")
 
@@ -221,17 +200,15 @@ def _warm_up(decided: Sequence[Decision], world: World) -> ReadinessCheck:
         text = f"{d.name}: {kernel.id} is not compiled in this process"
         text += ", this machine's caches have it" if before else " and in no cache of this machine"
         if waits:
-            findings.append(ReadinessFinding(WARNING if before else FAIL,
-                                             f"{text}; a request would wait for it",
-                                    "run lz warmup"))
+            finding = base.warning if before else base.failure
+            findings.append(finding(f"{text}; a request would wait for it", "run lz warmup"))
         elif not before or mode == "never":
-            findings.append(
-                ReadinessFinding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile",
-                                 "run lz warmup")
-            )
-    return ReadinessCheck.of("warm-up", f"nothing to compile in a request (jit: {mode})", findings,
-                    f"{warm} calls are served by kernels compiled here" if warm
-                             else "no call waits for a compiler")
+            findings.append(base.warning(
+                f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup"))
+    return ReadinessCheck.of(
+        "warm-up", f"nothing to compile in a request (jit: {mode})", findings,
+        f"{warm} calls are served by kernels compiled here" if warm
+        else "no call waits for a compiler")
 
 
 # measurements
@@ -245,16 +222,14 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
             source = d.plan.steps[0].score.source
             sources[source] = sources.get(source, 0) + 1
             if source in (DEFAULT, PRIOR):
-                findings.append(ReadinessFinding(WARNING,
-                                                 f"{d.name}: not measured; {d.plan.kernel} serves "
-                                                 f"as {source}",
-                                        "run lz tune for these calls, or set learn"))
+                findings.append(base.warning(
+                    f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
+                    "run lz tune for these calls, or set learn"))
     stale = _stale(world, kind)
     if stale:
-        findings.append(ReadinessFinding(WARNING,
-                                         f"{stale} measurements of this device are of other builds "
-                                         "or expired",
-                                "run lz tune again; lz perf prune removes them"))
+        findings.append(base.warning(
+            f"{stale} measurements of this device are of other builds or expired",
+            "run lz tune again; lz perf prune removes them"))
     shipped = measurements.shipped_status(world, world.device(kind))
     counted = ", ".join(f"{n} calls {source}" for source, n in sorted(sources.items()))
     in_use = counted or f"{len(world.perf)} in use"
@@ -262,8 +237,7 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
 
 
 def _stale(world: World, kind: str) -> int:
-    """Count the rows of this device that are void; 0 where the database cannot be read, which
-    another check says."""
+    """Count the void rows of this device; 0 if the database, which is checked, cannot be read."""
     where = perf_loading.location(world.policy)
     if not isinstance(where, Path) or not where.exists():
         return 0
@@ -295,13 +269,10 @@ def _table(source: OrPath[Table], world: World) -> tuple[Table | None, Readiness
     try:
         check_table(loaded, world)
     except LayerZeroError as e:
-        wrong = [
-            ReadinessFinding(FAIL, reason.message, "run lz solve on this machine")
-            for reason in getattr(e, "reasons", ())
-        ]
+        wrong = [base.failure(reason.message, "run lz solve on this machine")
+                 for reason in getattr(e, "reasons", ())]
         return loaded, ReadinessCheck.of(
-            "table", want, wrong or [ReadinessFinding(FAIL, first_line(e), "run lz solve")], ""
-        )
+            "table", want, wrong or [base.failure(first_line(e), "run lz solve")], "")
     state = "in force" if in_force is not None and in_force.id == loaded.id else "valid here"
     return loaded, ReadinessCheck("table", base.OK, want, f"{loaded}; {state}")
 
@@ -311,8 +282,8 @@ def _check_coverage(check: ReadinessCheck, table: Table | None,
     """Add the calls that the table has no row for to its check."""
     if check.state != base.OK or table is None:
         return check
-    missed = [ReadinessFinding(WARNING, f"{d.name}: the table has no row for it",
-                               "run lz solve with these calls")
+    missed = [base.warning(f"{d.name}: the table has no row for it",
+                           "run lz solve with these calls")
               for d in decided if table.find(d.op.name, d.facts) is None]
     return ReadinessCheck.of(check.name, check.want, missed, check.got)
 
@@ -324,10 +295,6 @@ def _lockfile(lock: OrPath[Lockfile]) -> ReadinessCheck:
         violations = check_lockfile(lock)
     except LayerZeroError as e:
         return ReadinessCheck("lockfile", FAIL, want, first_line(e), "make it again: lz lock")
-    return ReadinessCheck.of(
-        "lockfile",
-        want,
-        [ReadinessFinding(FAIL, str(v), "install what it names, or make it again: lz lock")
-         for v in violations],
-        "this machine holds to it",
-    )
+    broken = [base.failure(str(v), "install what it names, or make it again: lz lock")
+              for v in violations]
+    return ReadinessCheck.of("lockfile", want, broken, "this machine holds to it")

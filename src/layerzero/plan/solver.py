@@ -139,8 +139,7 @@ class _Solver:
         return self._keep_proven(family, Row(family.op.name, family.when, sizes, tuple(choices)))
 
     def _keep_proven(self, family: _Family, row: Row) -> Row | None:
-        """Return the row with the kernels whose rules hold all over it; None if those of the first
-        kernel do not."""
+        """Return the row with the kernels whose rules hold on it; None without the first."""
         known: Known = facts_of_row(family.op, row, self._device)
         fit = tuple(c for c in row.choices if proven(family.op, self.world.catalog.by_id[c.kernel],
                                                      c, known))
@@ -149,8 +148,7 @@ class _Solver:
     # what was not seen
 
     def _fill_in(self, family: _Family) -> Iterator[dict[str, Any]]:
-        """Yield facts for sizes between those of the calls: one for each combination of buckets and
-        divisors."""
+        """Yield facts for sizes between the calls': one per combination of buckets and divisors."""
         axes: list[list[int]] = []
         for name in family.axes:
             sizes_seen = sorted({facts[name] for facts in family.seen})
@@ -181,8 +179,7 @@ class _Solver:
                 return rows
 
     def _merge_along(self, family: _Family, rows: list[Row], name: str) -> list[Row]:
-        """Join rows that differ in this size only, where they touch and have the same first kernel.
-        """
+        """Join rows that differ in this size only, touch, and have the same first kernel."""
         groups: dict[Any, list[Row]] = {}
         for row in rows:
             rest = tuple((n, s) for n, s in row.sizes if n != name)
@@ -263,8 +260,7 @@ def _with_tests(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberFi
 
 def conditions(world: World, op: Op, facts: Facts,
                fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:
-    """Return the facts that must be equal: all that a key keeps, except numbers that may be in a
-    range."""
+    """Return the facts that must be equal: all that a key keeps, except numbers in a range."""
     program = world.program(op)
     names = [*_ALWAYS, *(p.name for p in op.params if p.kind in ("bool", "str")), *op.reads]
     names += [f"{t}.{f}" for t, f in program.tensor_facts if f in TENSOR_READERS
@@ -379,8 +375,7 @@ def _sort_key(span: Span) -> tuple[Any, ...]:
 
 
 def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
-    """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the
-    tests tell apart."""
+    """Yield sizes between the buckets of `first` and `last`: the ends of each tested span."""
     at, end = bucket_bottom(first), bucket_top(last)
     while at <= end:
         top = bucket_top(at)

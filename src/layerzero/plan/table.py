@@ -130,10 +130,7 @@ class _RowMembers(NamedTuple):
 
 @dataclass(frozen=True)
 class Row(Record):
-    """`when` must be equal, `sizes` must be within.
-
-    A fact of `when` that is None must be absent.
-    """
+    """`when` must be equal (None: absent) and `sizes` within."""
 
     op: str
     when: tuple[tuple[str, Scalar], ...]
@@ -195,8 +192,7 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
                    installed_version("layerzero") or "unknown")
 
     def drift(self, now: Stamp) -> list[Reason]:
-        """Return what has changed since; an empty list if the table is valid in the world of `now`.
-        """
+        """Return what has changed since; empty if the table is valid in the world of `now`."""
         then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE}
                          for s in (self, now))
         changed = [(f"device.{name}", then[name], current[name]) for name in then
@@ -321,18 +317,14 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
 
 def distribution_of(kernel: Kernel) -> str:
-    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own.
-    """
+    """Return the package a kernel comes with: ours for what we compile, torch for torch's."""
     if not kernel.package:
         return "layerzero" if kernel.built is not None else "torch"
     return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
 
 
 def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
-    """Show an end of a span.
-
-    An end next to a round float is shown as that float in parentheses: excluded.
-    """
+    """Show an end of a span; one next to a round float as that float in parentheses."""
     if end is None:
         return "..."
     return f"({beyond(end)})" if len(repr(beyond(end))) < len(repr(end)) - 4 else str(end)

@@ -74,8 +74,7 @@ def run_gate(options: GateOptions, stages: Sequence[str], waivers: Sequence[Waiv
 
 
 def _today(options: GateOptions) -> date:
-    """Return the date, at least that of the baseline: a clock that was set back revives no waiver.
-    """
+    """Return the date, at least the baseline's: a clock set back revives no waiver."""
     now = datetime.now(timezone.utc).date()
     try:
         return max(now, date.fromisoformat(Baseline.load(options.baseline_file).made[:10]))
@@ -115,15 +114,14 @@ def load_report(path: Path) -> dict[str, Any]:
     data = read_json(path, "a report, such as lz gate --out writes")
     got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
     if (got != SCHEMA or not isinstance(data.get("target"), str)
-        or not isinstance(data.get("passed"), bool) or (
-             not isinstance(data.get("stages"), list))):
+            or not isinstance(data.get("passed"), bool)
+            or not isinstance(data.get("stages"), list)):
         raise DataError(f"{path}: wanted a report of lz gate with schema {SCHEMA}, got {got!r}")
     return dict(data)
 
 
 def combine(paths: Sequence[Path], required: Sequence[str]) -> dict[str, Any]:
-    """Accepted: every required target has a report that passed with every stage, and no report
-    failed."""
+    """Accepted: every required target has a full report that passed, and none failed."""
     for name in required:
         if name not in KNOWN:
             raise ConfigError(f"--require: there is no target {name!r}{suggest(name, KNOWN)}")

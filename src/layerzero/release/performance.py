@@ -14,10 +14,11 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,8 +49,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 @dataclass(frozen=True)
 class MeasuredSpeed(Record):
-    """The speed as a multiple of torch, with the ratios between which the true one lies with 95 %
-    confidence."""
+    """The speed as a multiple of torch, and its 95 % confidence interval."""
 
     ratio: Positive
     low: Positive
@@ -96,8 +96,7 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True,
 
 def make_baseline(target: str, device: str, seconds: float = SECONDS,
                   again: Timer | None = None) -> Baseline:
-    """Time every call now, in several processes: where memory lies differs between them by more
-    than within one."""
+    """Time every call now, in several processes: memory placement differs between them."""
     timer = again or in_new_process
     runs = [timer(tuple(CALLS), device, seconds) for _ in range(PROCESSES)]
     return Baseline(target, hardware.probe(device).name, str(torch.__version__),
@@ -161,15 +160,12 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS,
 
 
 def merged(runs: Sequence[MeasuredSpeed]) -> MeasuredSpeed:
-    """Merge the timings of several processes: their medians, and an interval that holds all their
-    intervals."""
-    def middle(values: Iterable[float]) -> float:
-        return statistics.median(values)
-
-    return MeasuredSpeed(middle(r.ratio for r in runs), min(r.low for r in runs),
-                         max(r.high for r in runs),
-                 middle(r.lz_us for r in runs), middle(r.torch_us for r in runs),
-                         sum(r.rounds for r in runs))
+    """Merge the timings of several processes: medians, and the hull of the intervals."""
+    middle = statistics.median
+    return MeasuredSpeed(
+        middle(r.ratio for r in runs), min(r.low for r in runs), max(r.high for r in runs),
+        middle(r.lz_us for r in runs), middle(r.torch_us for r in runs),
+        sum(r.rounds for r in runs))
 
 
 def in_this_process(calls: Sequence[str], device: str,
@@ -199,8 +195,7 @@ def _print(words: Sequence[str]) -> None:
 
 
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
-    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval.
-    """
+    """Time lz and torch in turns; return the median ratio with a bootstrap interval."""
     with torch.no_grad():
         ours, torchs = make(device)
         timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)
@@ -210,16 +205,13 @@ def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Measu
                           generator=torch.Generator().manual_seed(0))
     medians = ratios[draws].quantile(0.5, dim=1)
     low, high = (float(medians.quantile(q)) for q in ((1 - SURE) / 2, (1 + SURE) / 2))
-    return MeasuredSpeed(
-        float(ratios.quantile(0.5)), low, high, timings.median("lz"), timings.median("torch"),
-        len(ratios)
-    )
+    return MeasuredSpeed(float(ratios.quantile(0.5)), low, high, timings.median("lz"),
+                         timings.median("torch"), len(ratios))
 
 
 @contextmanager
 def _conditions(device: str) -> Iterator[None]:
-    """One thread of a CPU, and no measurements but those that come with the package: as on a
-    machine just set up."""
+    """One CPU thread and only the shipped measurements: as on a machine just set up."""
     before, threads = worlds.current().policy, torch.get_num_threads()
     configure(perfdb="off", learn=False)
     if device == "cpu":
@@ -248,66 +240,57 @@ def _op(name: str) -> Any:
     return dispatcher_of(name).public
 
 
-def _rms_norm(rows: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        h, op = _hidden(device), _op("rms_norm")
-        x, w = _tensors(device, (rows, h), (h,))
-        return lambda: op(x, w, 1e-6), lambda: F.rms_norm(x, (h,), w, 1e-6)
-    return make
+def _rms_norm(rows: int, device: str) -> Ways:
+    h, op = _hidden(device), _op("rms_norm")
+    x, w = _tensors(device, (rows, h), (h,))
+    return lambda: op(x, w, 1e-6), lambda: F.rms_norm(x, (h,), w, 1e-6)
 
 
-def _layer_norm(rows: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        h, op = _hidden(device), _op("layer_norm")
-        x, w, b = _tensors(device, (rows, h), (h,), (h,))
-        return lambda: op(x, w, b), lambda: F.layer_norm(x, (h,), w, b)
-    return make
+def _layer_norm(rows: int, device: str) -> Ways:
+    h, op = _hidden(device), _op("layer_norm")
+    x, w, b = _tensors(device, (rows, h), (h,), (h,))
+    return lambda: op(x, w, b), lambda: F.layer_norm(x, (h,), w, b)
 
 
-def _add_rms_norm(rows: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        h, op = _hidden(device), _op("add_rms_norm")
-        x, r, w = _tensors(device, (rows, h), (rows, h), (h,))
+def _add_rms_norm(rows: int, device: str) -> Ways:
+    h, op = _hidden(device), _op("add_rms_norm")
+    x, r, w = _tensors(device, (rows, h), (rows, h), (h,))
 
-        def plain() -> tuple[Tensor, Tensor]:
-            total = x + r
-            return F.rms_norm(total, (h,), w, 1e-6), total
-        return lambda: op(x, r, w), plain
-    return make
+    def plain() -> tuple[Tensor, Tensor]:
+        total = x + r
+        return F.rms_norm(total, (h,), w, 1e-6), total
+    return lambda: op(x, r, w), plain
 
 
-def _attention(queries: int, keys: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        heads, kv, causal, op = 8, 2, queries > 1, _op("attention")
-        q, k, v = _tensors(device, (1, heads, queries, 64), (1, kv, keys, 64), (1, kv, keys, 64))
-        return (lambda: op(q, k, v, is_causal=causal),
-                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
-    return make
+def _attention(queries: int, keys: int, device: str) -> Ways:
+    heads, kv, causal, op = 8, 2, queries > 1, _op("attention")
+    q, k, v = _tensors(device, (1, heads, queries, 64), (1, kv, keys, 64), (1, kv, keys, 64))
+    return (lambda: op(q, k, v, is_causal=causal),
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
 
 
-def _linear(rows: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        h, op = _hidden(device), _op("linear")
-        x, w = _tensors(device, (rows, h), (h, h))
-        return lambda: op(x, w), lambda: F.linear(x, w)
-    return make
+def _linear(rows: int, device: str) -> Ways:
+    h, op = _hidden(device), _op("linear")
+    x, w = _tensors(device, (rows, h), (h, h))
+    return lambda: op(x, w), lambda: F.linear(x, w)
 
 
-def _mlp(rows: int) -> Callable[[str], Ways]:
-    def make(device: str) -> Ways:
-        h, op = _hidden(device), _op("mlp")
-        x, w, down = _tensors(device, (rows, h), (4 * h, h), (h, 2 * h))
+def _mlp(rows: int, device: str) -> Ways:
+    h, op = _hidden(device), _op("mlp")
+    x, w, down = _tensors(device, (rows, h), (4 * h, h), (h, 2 * h))
 
-        def plain() -> Tensor:
-            gate, up = F.linear(x, w).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, down)
-        return lambda: op(x, w, down), plain
-    return make
+    def plain() -> Tensor:
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down)
+    return lambda: op(x, w, down), plain
 
 
 CALLS: Mapping[str, Callable[[str], Ways]] = {
-    "rms_norm decode": _rms_norm(1), "rms_norm prefill": _rms_norm(128),
-    "layer_norm decode": _layer_norm(1), "layer_norm prefill": _layer_norm(128),
-    "add_rms_norm decode": _add_rms_norm(1), "add_rms_norm prefill": _add_rms_norm(128),
-    "attention decode": _attention(1, 1024), "attention prefill": _attention(128, 128),
-    "linear decode": _linear(1), "linear prefill": _linear(32), "mlp decode": _mlp(1)}
+    "rms_norm decode": partial(_rms_norm, 1), "rms_norm prefill": partial(_rms_norm, 128),
+    "layer_norm decode": partial(_layer_norm, 1), "layer_norm prefill": partial(_layer_norm, 128),
+    "add_rms_norm decode": partial(_add_rms_norm, 1),
+    "add_rms_norm prefill": partial(_add_rms_norm, 128),
+    "attention decode": partial(_attention, 1, 1024),
+    "attention prefill": partial(_attention, 128, 128),
+    "linear decode": partial(_linear, 1), "linear prefill": partial(_linear, 32),
+    "mlp decode": partial(_mlp, 1)}

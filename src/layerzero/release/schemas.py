@@ -49,8 +49,7 @@ _BY_NAME = "*"
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: its version, how one is written, how it is read, and where its names are
-    data."""
+    """A kind of file: its version, how it is written and read, and where names are data."""
 
     version: str
     write: Callable[[Path], None]
@@ -243,8 +242,7 @@ def _structure_of(text: str, kind: FileKind) -> list[str]:
 
 
 def _database() -> Checked:
-    """The SQLite file: made with this version, and one of a later release refused and left alone.
-    """
+    """The SQLite file: made with this version, and one of a later release refused."""
     started, findings = time.perf_counter(), []   # type: float, list[Finding]
     with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
         path = Path(folder) / "perf.sqlite"
@@ -266,8 +264,7 @@ def _database() -> Checked:
         except LayerZeroError:
             pass
     return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1,
-                   tuple(findings),
-                   seconds=time.perf_counter() - started)
+                   tuple(findings), seconds=time.perf_counter() - started)
 
 
 def _recorded(record: Path | None) -> Mapping[str, Any] | None:

@@ -179,8 +179,7 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
 
     @property
     def passed(self) -> bool:
-        """Nothing went wrong so far and nothing grows; whether it is complete is another question.
-        """
+        """Nothing went wrong and nothing grows so far, whether or not it is complete."""
         return (not any(self.counts.get(kind) for kind in WRONG)
                 and all(s.passed for s in self.series))
 
@@ -219,8 +218,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     kind = hardware.probe(device).type
     report = report if report is not None else SoakReport(seconds)
     part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    hardware.probe(device).name,
-                str(torch.__version__))
+                    hardware.probe(device).name, str(torch.__version__))
     report.parts.append(part)
     tally = Tally()
     cases = cases_of(tuple(dict.fromkeys(("cpu", kind))), ops)
@@ -275,8 +273,7 @@ def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbanc
 
 @contextmanager
 def _own_world() -> Iterator[None]:
-    """Measurements go to a store of the soak's own, and settings are after it what they were
-    before."""
+    """Measurements go to the soak's own store, and settings are restored after it."""
     before = worlds.current().policy
     with tempfile.TemporaryDirectory(prefix="layerzero-soak-",
                                      ignore_cleanup_errors=True) as folder:
@@ -291,8 +288,7 @@ def _own_world() -> Iterator[None]:
 
 @contextmanager
 def _counting(tally: Tally) -> Iterator[None]:
-    """Events are counted by their kind: a soak in which nothing was learned or fell back tested
-    less than it says."""
+    """Counts events by kind: a soak in which nothing was learned or fell back tested less."""
     stop = events.subscribe(lambda event: tally.add(f"event {type(event).__name__}"))
     try:
         yield
@@ -330,8 +326,8 @@ class Probe:
                         times.append((time.perf_counter_ns() - began) / 1e3)
         ours.sort()
         return SoakSample(at, rss, fds, threads, statistics.median(ours),
-                          ours[int(len(ours) * 0.99)],
-                      statistics.median(torchs), sum(tally.counts[kind] for kind in CALLS))
+                          ours[int(len(ours) * 0.99)], statistics.median(torchs),
+                          sum(tally.counts[kind] for kind in CALLS))
 
 
 def rss_bytes() -> int:

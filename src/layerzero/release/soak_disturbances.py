@@ -39,14 +39,10 @@ FORK_SECONDS = 60.0
 
 
 class Disturbances:
-    """Everything that is not a call.
-
-    `do(i)` does the i-th of a cycle; `quiet()` takes policy back to what it was.
-    """
+    """Everything that is not a call: `do(i)` does the i-th, `quiet()` restores the policy."""
 
     def __init__(self, cases: Sequence[Case], tally: Tally, device: str, rate: float = 0.02,
-                 forks: bool = True,
-                 seed: int = 0) -> None:
+                 forks: bool = True, seed: int = 0) -> None:
         self.tally, self.device, self.rate, self.seed = tally, device, rate, seed
         self.cases = cases
         self._policy = worlds.current().policy
@@ -71,8 +67,7 @@ class Disturbances:
         self._kernels(0)
 
     def quiet(self) -> None:
-        """The policy that was in force before the soak, with this soak's own kernels still
-        registered."""
+        """The policy in force before the soak, with this soak's own kernels registered."""
         worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
@@ -113,8 +108,7 @@ class Disturbances:
         self._changed()
 
     def _learning(self, i: int) -> None:
-        """Kinds of call are learned from here to the end of the cycle, in a store of the soak's
-        own."""
+        """Kinds of call are learned until the end of the cycle, in the soak's own store."""
         configure(learn=True)
         self._changed()
 

@@ -130,10 +130,8 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
 # Calls.
 
 def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
-    """Makes one call and judges the result.
-
-    how: "reference" prefers that kernel in a block, "strict" passes a policy, "" does neither.
-    """
+    """Makes one call and judges the result. how: "reference" prefers that kernel in a block,
+    "strict" passes a policy, "" does neither."""
     public = dispatcher_of(case.op.name).public
     try:
         if how == "reference":
@@ -153,8 +151,7 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
 
 
 def call_new_size(rng: random.Random, tally: Tally) -> None:
-    """Calls with a size that hardly came before, so that choices are made, remembered and
-    forgotten all the time."""
+    """Calls of rare sizes, so that choices are made, remembered and forgotten all the time."""
     x = torch.randn(rng.randrange(1, 9), rng.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:
@@ -180,8 +177,7 @@ def call_wrongly(tally: Tally) -> None:
 
 
 def call_in_burst(case: Case, tally: Tally) -> None:
-    """Makes the same call over and over, as a decode loop does, and checks the first and the last.
-    """
+    """Makes the same call over and over, as decoding does, and checks the first and last."""
     call_and_check(case, tally)
     public, end, n = dispatcher_of(case.op.name).public, time.monotonic() + BURST_SECONDS, 0
     try:

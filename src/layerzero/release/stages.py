@@ -91,8 +91,7 @@ class ModelChecked(Checked):
 # Correctness.
 
 def _correctness(options: GateOptions) -> Iterator[Checked]:
-    """Check that every kernel that can run here keeps its contract: by a valid certificate, or
-    verified now."""
+    """Check that every kernel here keeps its contract: by certificate, or verified now."""
     able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
     if options.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))
@@ -145,8 +144,7 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
                 break
     note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
     return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings),
-                   note,
-                   time.perf_counter() - started)
+                   note, time.perf_counter() - started)
 
 
 # The others.
@@ -207,9 +205,8 @@ def readiness_checked(device: str) -> Checked:
                        (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
     findings = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
     warned = ", ".join(check.name for check in report.warnings)
-    return Checked("ready", says, len(report.checks), findings, f"warnings: {warned}" if warned
-                   else "",
-                   time.perf_counter() - started)
+    return Checked("ready", says, len(report.checks), findings,
+                   f"warnings: {warned}" if warned else "", time.perf_counter() - started)
 
 
 STAGES: Mapping[str, GateStage] = {
@@ -225,10 +222,7 @@ STAGES: Mapping[str, GateStage] = {
 
 
 def run_stage(name: str, options: GateOptions) -> Iterator[Checked]:
-    """Yield the checks of a stage as they are done, with their times.
-
-    An exception in a stage is a finding.
-    """
+    """Yield the checks of a stage as they are done, timed; an exception is a finding."""
     started = time.perf_counter()
     try:
         for checked in STAGES[name].run(options):

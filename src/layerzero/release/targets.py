@@ -28,8 +28,7 @@ def local_targets() -> Mapping[str, str]:
 
 
 def choose_target(target: str = "", device: str = "") -> tuple[str, str]:
-    """Return (target, kind of device): as given, else of this machine's accelerator, else of its
-    CPU."""
+    """Return (target, kind of device): as given, else of the accelerator, else of the CPU."""
     targets = local_targets()
     if device:
         kind = hardware.probe(device).type

@@ -23,8 +23,7 @@ MAX_SAMPLES = 1500
 
 @dataclass(frozen=True)
 class Trend(Record):
-    """The slope of a series per hour, and between which slopes the true one lies with 95 %
-    confidence."""
+    """The slope of a series per hour, and its 95 % confidence interval."""
 
     per_hour: float
     low: float

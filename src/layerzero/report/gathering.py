@@ -135,10 +135,8 @@ def _history(overview: Overview, rows: Sequence[Measurement], against: Iterable[
 
 
 def _stored(overview: Overview, device: Device) -> Iterator[tuple[Measurement, str]]:
-    """Yield what the store of this machine holds of the same device with any software.
-
-    Selection uses the current builds and versions only; the others are the past.
-    """
+    """Yield what the store of this machine holds of the same device with any software. Selection
+    uses the current builds and versions only; the others are the past."""
     threads = overview.place.rpartition("-")[2]
     try:
         if not isinstance(perf_loading.location(worlds.current().policy), Path):

@@ -29,8 +29,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """The time that the workload took, as far as it was known when a session of measurements
-    ended."""
+    """The time that the workload took, as known when a session of measurements ended."""
 
     at: float                                  # seconds since 1970
     us: float
@@ -47,10 +46,8 @@ class Reference(NamedTuple):
 
 
 def trace(times: Iterable[Timed], today: Mapping[tuple[str, str], Reference]) -> tuple[Point, ...]:
-    """Return one point for each session of measurements of these kinds, oldest first.
-
-    The last point is today: it has the times of today, whatever the store knew before.
-    """
+    """Return one point for each session of measurements of these kinds, oldest first. The last
+    point is today: it has the times of today, whatever the store knew before."""
     known: dict[tuple[str, str], dict[str, tuple[float, bool]]] = {}
     points: list[Point] = []
     for session in _sessions(t for t in times if t.kind in today):

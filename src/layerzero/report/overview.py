@@ -360,11 +360,8 @@ class Overview:
 def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
                   baselines: frozenset[str], usages: Mapping[tuple[str, str], Usage] | None = None,
                   cache_bytes: int = 0) -> tuple[CallKind, ...]:
-    """Group the measurements of one place by kind of call and mode.
-
-    `baselines` are torch's own kernels. `usages` is a workload by (op, bucket); without one, every
-    kind counts once.
-    """
+    """Group the measurements of one place by kind of call and mode. `baselines` are torch's own
+    kernels. `usages` is a workload by (op, bucket); without one, every kind counts once."""
     groups: dict[tuple[str, str, str], list[Measurement]] = {}
     for m in measurements:
         groups.setdefault((m.op, m.bucket, m.mode), []).append(m)

@@ -69,8 +69,7 @@ def _regret(data: Mapping[str, Any]) -> RegretSummary:
         "flips_that_matter")}
     return RegretSummary(
         n["median_regret"], n["p95_regret"], n["lost"], n["worse_than_torch"], n["gain_over_torch"],
-        int(n["flips"]), int(n["flips_that_matter"]), str(data["place"]),
-        tuple(calls),
+        int(n["flips"]), int(n["flips_that_matter"]), str(data["place"]), tuple(calls),
         tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
         tuple(map(str, data.get("problems", ()))))
 
@@ -79,8 +78,8 @@ def _regret_call(row: Mapping[str, Any]) -> RegretCall:
     us, chosen, best = row["microseconds"], str(row["chosen"]), str(row["best"])
     return RegretCall(
         str(row["label"]), chosen, best, _number(row["regret"]), int(_number(row["count"])),
-        _number(us[chosen]), _number(us[best]), None if row["gain"] is None
-        else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
+        _number(us[chosen]), _number(us[best]),
+        None if row["gain"] is None else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
         {str(kernel): str(text) for kernel, text in row["failed"].items()})
 
 

@@ -87,8 +87,7 @@ def _slope(x: _Axis, y: _Axis, name: str, rate: float, peak: float) -> Markup:
     return element("polyline", class_="roof" if name == "memory" else "roof dashed", points=points)
 
 
-def _slope_label(x: _Axis, y: _Axis, labels: Labels, text: str, rate: float,
-                 peak: float) -> Markup:
+def _slope_label(x: _Axis, y: _Axis, labels: Labels, text: str, rate: float, peak: float) -> Markup:
     """Write along the slope where no point lies, above it if possible; nothing without room."""
     start, ridge = _ends(x, y, rate, peak)
     run, rise = x.at(ridge) - x.at(start), y.at(ridge * rate) - y.at(start * rate)

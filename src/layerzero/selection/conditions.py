@@ -58,8 +58,7 @@ Test = Union[Rule, Like]
 
 
 def parse_when(when: Mapping[str, Any]) -> tuple[Test, ...]:
-    """Parse conditions like `{"head_dim": "> 128", "dtype": ["float16", "bfloat16"], "device":
-    "cu*"}`."""
+    """Parse conditions like `{"head_dim": "> 128", "dtype": ["float16"], "device": "cu*"}`."""
     if not isinstance(when, Mapping) or not all(isinstance(fact, str) for fact in when):
         raise PolicyValidationError(f"when wants a mapping of facts to values, got {shown(when)}")
     tests = tuple(test for fact in sorted(when) for test in _parse_test(fact, when[fact]))

@@ -112,10 +112,8 @@ def _outages(kernel: Kernel, context: SelectionContext) -> Sequence[Reason]:
 
 def select(op: Op, roster: Roster, facts: Mapping[str, Any], context: SelectionContext,
            thorough: bool = False) -> Plan:
-    """Rank the kernels that can serve the call.
-
-    `thorough` also collects every reason against every other kernel; no call waits for that.
-    """
+    """Rank the kernels that can serve the call. `thorough` also collects every reason against every
+    other kernel; no call waits for that."""
     policy = context.policy
     has_rules = policy.has_rules_for(op.name)
     lock = policy.lock(op.name, facts) if has_rules else None
@@ -178,8 +176,7 @@ def _fitted(
     kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
     context: SelectionContext, largest: dict[str, Any],
 ) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """Returns the reasons against the transforms that a kernel needs, these transforms, and its
-    workspace in bytes."""
+    """Returns reasons against a kernel's transforms, these transforms, and its workspace."""
     policy = context.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
@@ -223,8 +220,7 @@ def _fitted(
 
 
 def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
-    """Returns why a launch would exceed the device's shared memory, if so. An absent number counts
-    as 0."""
+    """Returns why a launch would exceed the device's shared memory, if so; absent is 0."""
     room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
     if not room:                               # unknown for this device
         return None
@@ -234,8 +230,7 @@ def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | 
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
-    """Returns the kind of call that a JIT kernel is compiled for, as selection distinguishes
-    them."""
+    """Returns the kind of call that a JIT kernel is compiled for, as selection tells them."""
     return f"{facts['device']} {kind_of(op, facts).bucket}"
 
 
@@ -320,20 +315,17 @@ class Demands(NamedTuple):
                     or kernel.id in self.failed)
 
     def switched_off(self, kernel: Kernel) -> bool:
-        """Returns whether torch.nn.attention.sdpa_kernel excludes this implementation of
-        attention."""
+        """Returns whether torch.nn.attention.sdpa_kernel excludes this implementation."""
         return (self.sdpa_backends is not None
                 and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends))
 
     def unproven(self, kernel: Kernel) -> bool:
-        """Returns whether it lacks a certificate; the reference, with which others are compared,
-        needs none."""
+        """Returns whether it lacks a certificate; the reference needs none."""
         return (self.certified is not None and kernel.backend != "reference"
                 and kernel.id not in self.certified)
 
     def uncapturable(self, kernel: Kernel) -> str | None:
-        """Returns why it may not be captured in a CUDA graph. A tried capture overrides the
-        declaration."""
+        """Returns why it may not be captured in a CUDA graph; a tried capture decides."""
         captured = self.captures.get(kernel.id)
         if captured is None:
             if self.certified is not None and kernel.backend != "reference":
@@ -382,8 +374,7 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
 
 def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any],
                     target: str) -> Iterator[Rule]:
-    """Yields rules that hold for a tensor as passed, but not for the view of it in another
-    layout."""
+    """Yields rules that hold for a tensor as passed, but not for its view in another layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:
         if (isinstance(rule, Rule) and rule.fact.endswith(".contiguous")

@@ -27,8 +27,7 @@ OFF_CPU = "_off_cpu"
 
 @dataclass(frozen=True)
 class NumberField:
-    """The part of the key that holds a size, derived number or numeric parameter; None is distinct
-    too."""
+    """The key's part that holds a size, derived number or numeric parameter, or None."""
 
     fact: str
     exact: bool = False
@@ -57,11 +56,8 @@ class KeyProgram:
 
 
 def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) -> KeyProgram:
-    """Decide what a key of `op` holds, from the rules in force.
-
-    `measured` are expressions that depend on sizes, such as workspaces; the numbers they read are
-    bucketed too.
-    """
+    """Decide what a key of `op` holds, from the rules in force. `measured` are expressions that
+    depend on sizes, such as workspaces; the numbers they read are bucketed too."""
     numbers = {p.name for p in op.params if p.kind in ("int", "float")}
     sized = {*op.dims, *op.derived, *numbers}
     timing = {n for text in (op.flops, op.bytes, *measured) for n in parse(text).names}
@@ -103,11 +99,8 @@ def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
 
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that all calls with this call's key share.
-
-    They are the parameters at their defaults, the sizes that the key keeps exactly and what is
-    derived from those alone.
-    """
+    """Returns the values that all calls with this call's key share. They are the parameters at
+    their defaults, the sizes that the key keeps exactly and what is derived from those alone."""
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}
     fixed.update({name: facts[name] for name, text in op.derived.items()
@@ -122,8 +115,8 @@ def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any
         elif p.kind in ("int", "float"):
             field, value = fields.get(p.name), facts[p.name]
             at_default = (value == p.default and type(value) is type(p.default)
-                          and field is not None and (
-                 value is None or field.exact or p.default in field.equals))
+                          and field is not None
+                          and (value is None or field.exact or p.default in field.equals))
         else:
             at_default = False
         if at_default:

@@ -141,8 +141,7 @@ def validate_setting(name: str, value: Any) -> Any:
 
 
 def _convert_allow_jit(name: str, value: Any) -> str:
-    """Returns the value of `jit` for a value of the old setting `allow_jit`, which was true or
-    false."""
+    """Returns the value of `jit` for the old setting `allow_jit`, true or false."""
     if isinstance(value, str) and value in JIT_MODES:      # converted before
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
@@ -270,8 +269,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         return matches_any(self.kernels, kernel_id)
 
     def holds(self, facts: Facts) -> bool:
-        """Returns whether all conditions hold; one on a fact that is absent or of another type does
-        not."""
+        """Returns whether all conditions hold; not on a fact that is absent or mistyped."""
         try:
             return all(test.fact in facts and test.check(facts) is None for test in self.when)
         except TypeError:
@@ -281,8 +279,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         return self.applies_to(op) and self.holds(facts)
 
     def check(self, ops: Mapping[str, Collection[str]]) -> None:
-        """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely
-        typo."""
+        """Raise for an op pattern or fact unknown to `ops` (name -> facts), a likely typo."""
         for pattern in self.ops:
             if not any(fnmatchcase(op, pattern) for op in ops):
                 raise PolicyValidationError(
@@ -339,15 +336,13 @@ class Layer(Record, json="name settings rules expires_at", omit="expires_at"):
         return bool(self.settings or self.rules)
 
     def at(self, now: float) -> Layer | None:
-        """Returns the layer at the time `now`, without what has expired; None if nothing is
-        left."""
+        """Returns the layer at `now`, without what has expired; None if nothing is left."""
         if self.expires_at is not None and now >= self.expires_at:
             return self.before.at(now) if self.before is not None else None
         return self.keep_rules(lambda rule: rule.expires_at is None or now < rule.expires_at)
 
     def keep_rules(self, keep: Callable[[PolicyRule], bool]) -> Layer:
-        """Returns the layer, and those in `before`, with only the rules for which `keep` is
-        true."""
+        """Returns the layer, and those in `before`, with only the rules that `keep` accepts."""
         return replace(self, rules=tuple(filter(keep, self.rules)),
                        before=self.before.keep_rules(keep) if self.before is not None else None)
 
@@ -415,8 +410,7 @@ class Policy(Record, json="hash layers"):
         return bool(self._views(op))
 
     def lock(self, op: str, facts: Facts) -> PolicyRule | None:
-        """Returns the lock in force for this call; an allow list in a higher layer overrides lower
-        locks."""
+        """Returns the lock in force for this call; a higher layer's allow list overrides it."""
         for view in self._views(op):
             for rule in view.lock:
                 if rule.holds(facts):
@@ -426,10 +420,7 @@ class Policy(Record, json="hash layers"):
         return None
 
     def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
-        """Returns why policy forbids the kernel for this call, or None.
-
-        Lock beats deny beats allow in a layer.
-        """
+        """Returns why policy forbids the kernel, or None: lock beats deny beats allow."""
         locks_count = True
         for view in self._views(op):
             lock = next((r for r in view.lock if r.holds(facts)), None) if locks_count else None
@@ -474,8 +465,7 @@ class Policy(Record, json="hash layers"):
         return Policy(tuple(layer for layer in self.layers if layer.name != name))
 
     def at(self, now: float) -> Policy:
-        """Returns the policy at `now` (time.monotonic()) without what has expired; `self` if
-        nothing has."""
+        """Returns the policy at `now` (monotonic) without what expired; `self` if nothing has."""
         deadline = self.next_deadline
         if deadline is None or now < deadline:
             return self

@@ -56,8 +56,7 @@ def copy_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
 
 
 def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
-    """Returns the step with the cost of `casts` added, which are made before any kernel is
-    chosen."""
+    """Returns the step with the cost of `casts`, which precede any choice, added."""
     extra, s = copy_us(casts, rates), step.score
     more_expensive = s._replace(total_us=s.total_us + extra / s.boost,
                                 transform_us=s.transform_us + extra)
@@ -65,8 +64,7 @@ def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
 
 
 def score(guess: float, timing: Timing | None, transforms: tuple[Transform, ...], boost: float,
-          rates: Rates,
-          mixed: bool = True) -> Score:
+          rates: Rates, mixed: bool = True) -> Score:
     """Expected microseconds from a measurement, or from a guess if there is none.
 
     With `mixed` an uncertain timing is mixed with the guess. It is off where the kernel competes

@@ -27,10 +27,8 @@ class CandidateTimings(NamedTuple):
 
 def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
                context: SelectionContext, roofline: float, mode: str) -> dict[str, Timing]:
-    """Estimates for a kind of call that was not measured, from measured neighbours.
-
-    Torch's own is interpolated; any other kernel keeps its ratio to torch's own there.
-    """
+    """Estimates for a kind of call that was not measured, from measured neighbours. Torch's own is
+    interpolated; any other kernel keeps its ratio to torch's own there."""
     own = view.estimate(default, kind, context.place, context.rates, roofline, mode)
     if own is None:
         return {}

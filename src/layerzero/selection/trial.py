@@ -132,8 +132,7 @@ class Trial:
         return self.base
 
     def expected_us(self, kernel: str) -> float:
-        """Returns the measured median; before that, the base's median scaled by the ratio of
-        guesses."""
+        """Returns the measured median, else the base's scaled by the ratio of guesses."""
         runner, base = self.runners[kernel], self.runners[self.base]
         if runner.rounds:
             return runner.median
@@ -147,8 +146,7 @@ class Trial:
 
     def next(self, available: Callable[[str], bool],
              allowed: Callable[[float], bool]) -> Ticket | None:
-        """Returns a ticket for the kernel to time on the next call; None if `serving` serves it
-        untimed."""
+        """Returns a ticket for the kernel to time next; None if `serving` serves untimed."""
         if self.winner:
             return None
         self.calls += 1
@@ -241,8 +239,7 @@ class Trial:
         return min((r for r in self.running if r.rounds), key=lambda r: r.median, default=None)
 
     def _eliminate(self) -> None:
-        """Drop kernels surely no better than the leader, or the leader if torch's own is as good.
-        """
+        """Drop kernels surely no better than the leader, or the leader if torch's is as good."""
         leader, margin = self._leader(), math.log1p(MARGIN)
         for other in self.running:
             bounds = (interval(ratios(leader, other)) if leader is not None and other is not leader
@@ -323,8 +320,7 @@ def interval(values: Iterable[float]) -> tuple[float, float] | None:
 
 @lru_cache(maxsize=None)
 def _rank(n: int) -> int:
-    """The rank-th smallest and rank-th largest of n samples bound the median, but for ERROR_RATE.
-    """
+    """The rank-th smallest and largest of n samples bound the median, but for ERROR_RATE."""
     rank, below = 0, 0.0
     while rank < n:
         below += math.comb(n, rank) / 2 ** n

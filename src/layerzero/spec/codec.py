@@ -62,9 +62,8 @@ class Record:
                           names: Mapping[str, str] | None = None, header: Mapping[str, Any]
                           | None = None, whole: bool = False, lenient: bool = False) -> None:
         if json or omit or names or header or whole or lenient:
-            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {}, header
-                                     or {}, whole,
-                                     lenient)
+            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {},
+                                     header or {}, whole, lenient)
 
     def to_json(self) -> dict[str, Any]:
         return encode_fields(self)
@@ -127,8 +126,7 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _shape(kind: type) -> tuple[Layout, Mapping[str, str], Mapping[str, Any]]:
-    """Returns the layout of a class, its members (name in JSON -> attribute), and the defaults of
-    its fields."""
+    """Returns a class's layout, its members (name in JSON -> attribute), and its defaults."""
     layout: Layout = getattr(kind, "json_layout", Layout())
     if is_dataclass(kind):
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory()
@@ -162,10 +160,8 @@ class At:
 
 
 def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:
-    """`data` as a value of this type; DataError with every mistake if it is none.
-
-    `what` names what is read. `extra` are fields of a dataclass that do not come from the data.
-    """
+    """`data` as a value of this type; DataError with every mistake if it is none. `what` names what
+    is read. `extra` are fields of a dataclass that do not come from the data."""
     at = At("", [], [])
     value: T = read_fields(kind, data, at, **extra) if extra else read(kind, data, at)
     if at.mistakes:

@@ -104,8 +104,7 @@ GENERATIONS: Table = (
 
 
 def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
-    """Returns the first row with `sm`; else an "unknown" row with the features of the newest older
-    one."""
+    """Returns the first row with `sm`; else an "unknown" row like the newest older one."""
     rows = [row for row in table if row.sm_last]
     for row in rows:
         if row.sm_first <= sm <= row.sm_last:
@@ -120,8 +119,7 @@ def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
 
 
 def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
-    """Returns the first row with the AMD architecture `arch`; ROCm's torch has bf16 on all it
-    supports."""
+    """Returns the first row with the AMD architecture `arch`; all of ROCm's have bf16."""
     for row in table:
         if row.arch and arch.startswith(row.arch):
             return row
@@ -129,10 +127,8 @@ def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
 
 
 def table_from_json(rows: Any) -> Table:
-    """Returns a table from plain dicts with the fields of `Generation`.
-
-    It stands alone; `(*table_from_json(rows), *GENERATIONS)` puts it in front of the built-in one.
-    """
+    """Returns a table from plain dicts with the fields of `Generation`. It stands alone;
+    `(*table_from_json(rows), *GENERATIONS)` puts it in front of the built-in one."""
     if not isinstance(rows, (list, tuple)) or not rows:
         raise SpecError(f"a generation table must be a non-empty list of rows, got {rows!r}")
     table = tuple(Generation.from_json(row, f"generation row {i}") for i, row in enumerate(rows))
@@ -208,8 +204,7 @@ class Device(Record):
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
     def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
-        """Returns whether torch multiplies matrices of a dtype that needs one of `isa` at full
-        speed here."""
+        """Returns whether torch's matmul of a dtype that needs one of `isa` is fast here."""
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property

@@ -24,8 +24,7 @@ class Displayed:
         return (str(self).splitlines() or [""])[0].strip()
 
     def _cells(self) -> Cells:
-        """Returns the titles of columns and the rows that a notebook shows; no titles: it shows
-        `str`."""
+        """Returns the column titles and rows that a notebook shows; no titles: `str`."""
         return (), ()
 
     def __repr__(self) -> str:

@@ -17,8 +17,7 @@ from .rules.expr import parse
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
-# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend
-# names them.
+# The implementations of scaled_dot_product_attention, by their torch.nn.attention.SDPBackend.
 SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 # calls scaled_dot_product_attention, which obeys them
 SDPA = "SDPA"
@@ -53,8 +52,7 @@ class Direct:
         return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
 
     def resolve(self, known: Mapping[str, Any]) -> Direct:
-        """Returns the same for calls with the facts in `known`: every `ByFact` becomes a
-        constant."""
+        """Returns the same for calls with the facts in `known`: `ByFact`s become constants."""
         def constant(value: Any) -> Any:
             return value.constant(known) if isinstance(value, ByFact) else value
 
@@ -197,8 +195,7 @@ class Kernel:
 
     @property
     def health(self) -> str:
-        """The circuit breaker that its faults count against: of its library, or its own for torch.
-        """
+        """The circuit breaker its faults count against: its library's, or its own for torch."""
         return self.backend if self.package else self.id
 
     @property
@@ -244,8 +241,7 @@ Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
-    """Returns the op parameters that `run` takes; RegistrationError if it needs one that the op
-    lacks."""
+    """Returns the op parameters that `run` takes; RegistrationError if the op lacks one."""
     if isinstance(run, Direct):
         named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise)
                                 if run.otherwise is not None else ())]

@@ -64,8 +64,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @lru_cache(maxsize=256)
 def kernel_patterns(name: str) -> tuple[str, ...]:
-    """Returns the patterns over kernel ids that a name stands for, whether or not such a kernel
-    exists."""
+    """Returns the patterns over kernel ids that a name stands for, if any exist or not."""
     word = name.strip().lower()
     if is_pattern(word) or not word:
         return (word,)
@@ -90,8 +89,7 @@ def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") 
 
 
 def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> str:
-    """Returns the id of the one kernel of `op` that `name` stands for; ConfigError if it is not
-    one."""
+    """Returns the one kernel id of `op` that `name` stands for; ConfigError if not one."""
     matches = find_kernels(name, kernels, op, what)
     exact = [pattern for pattern in kernel_patterns(name) if pattern in matches]
     if len(matches) > 1 and not exact:
@@ -101,8 +99,7 @@ def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -
 
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
-    """Returns the sentence about a name that stands for no kernel of `op`: what is near, where to
-    look."""
+    """Returns the sentence about a name that is no kernel of `op`: what is near, where to look."""
     ours = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
     of_op = "" if is_pattern(op) else f" of lz.{op}"
     text = f"no kernel{of_op} is called {name.removesuffix('.*')[:100]!r}"
@@ -116,8 +113,7 @@ def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
 
 
 def _near(name: str, kernels: OpOfKernel) -> list[str]:
-    """Returns the kernels, libraries and other names that may have been meant, the likeliest
-    first."""
+    """Returns the kernels, libraries and names that may have been meant, likeliest first."""
     word = re.sub(r"\.\*$", "", name.strip().lower().replace("-", "_"))[:100]
     same_name = [k for k in kernels if k.partition(".")[2] == word]
     if same_name:

@@ -285,8 +285,7 @@ class Op:
 
     @cached_property
     def wording(self) -> Words:
-        """Returns the wording of facts in messages: as declared; of other derived ones by their
-        expression."""
+        """Returns the wording of facts in messages: declared, or a derived one's expression."""
         derived = {name: Wording(text, ", ".join(
             f"{n} {{{n}}}" for n in parse(text).names if n != text))
             for name, text in self.derived.items()}

@@ -14,8 +14,11 @@ from typing import Annotated, Any, Union
 Scalar = Union[str, int, float, bool, None]
 Value = Union[Scalar, tuple[Scalar, ...]]
 
-
-ANOTHER_KERNEL = "let another kernel serve the call"      # the end of much advice
+# what many codes say
+FACT = "{fact} must be {want}, got {got}"
+ANOTHER_KERNEL = "let another kernel serve the call"
+OR_ANOTHER = f", or {ANOTHER_KERNEL}"
+OTHER_HARDWARE = f"it is made for other hardware: {ANOTHER_KERNEL}"
 
 
 class Category(str, Enum):
@@ -63,139 +66,114 @@ class Code(str, Enum):
     # hardware
     PLATFORM_MISMATCH = (
         "PLATFORM_MISMATCH", Category.HARDWARE, "runs on {want}, the tensors are on {got}",
-        "move the tensors there, or let another kernel serve the call")
+        "move the tensors there" + OR_ANOTHER)
     VENDOR_MISMATCH = (
         "VENDOR_MISMATCH", Category.HARDWARE, "made for {want} hardware, this is {got}",
-        "it is made for other hardware: let another kernel serve the call")
+        OTHER_HARDWARE)
     SM_TOO_OLD = (
         "SM_TOO_OLD", Category.HARDWARE, "needs compute capability {want}, this GPU has {got}",
-        "it is made for other hardware: let another kernel serve the call")
+        OTHER_HARDWARE)
     SM_TOO_NEW = (
         "SM_TOO_NEW", Category.HARDWARE, "supports compute capability {want}, this GPU has {got}",
-        "update its library if a newer release knows this GPU, or let another kernel serve "
-        "the call")
+        "update its library if a newer release knows this GPU" + OR_ANOTHER)
     GPU_GENERATION_UNSUPPORTED = (
         "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}",
-        "it is made for other hardware: let another kernel serve the call")
+        OTHER_HARDWARE)
     TENSOR_CORE_GENERATION = (
         "TENSOR_CORE_GENERATION", Category.HARDWARE,
-        "needs tensor cores {want}, this GPU has {got}",
-        "it is made for other hardware: let another kernel serve the call")
+        "needs tensor cores {want}, this GPU has {got}", OTHER_HARDWARE)
     MATMUL_IS_FAST = (
         "MATMUL_IS_FAST", Category.HARDWARE,
         "for CPUs on which torch emulates this dtype's matmul, this is none",
         "nothing: torch's own kernel is the fast one here")
     CPU_ISA_MISSING = (
         "CPU_ISA_MISSING", Category.HARDWARE, "needs CPU instructions {want}, this CPU has {got}",
-        "it is made for other hardware: let another kernel serve the call")
+        OTHER_HARDWARE)
     CUDA_BLOCK_LIMIT_EXCEEDED = (
-        "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, "{fact} must be {want}, got {got}",
-        "split the batch, or let another kernel serve the call")
+        "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, FACT, "split the batch" + OR_ANOTHER)
     # dtype
-    DTYPE_UNSUPPORTED = (
-        "DTYPE_UNSUPPORTED", Category.DTYPE, "{fact} must be {want}, got {got}",
-        "cast the tensors, or let another kernel serve the call")
+    DTYPE_UNSUPPORTED = ("DTYPE_UNSUPPORTED", Category.DTYPE, FACT, "cast the tensors" + OR_ANOTHER)
     MASK_DTYPE_UNSUPPORTED = (
         "MASK_DTYPE_UNSUPPORTED", Category.DTYPE, "the mask must be {want}, got {got}",
-        "cast the mask, or let another kernel serve the call")
+        "cast the mask" + OR_ANOTHER)
     QUANT_FORMAT_UNSUPPORTED = (
         "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}",
-        "quantize to such a format, or let another kernel serve the call")
+        "quantize to such a format" + OR_ANOTHER)
     SCALE_LAYOUT_MISMATCH = (
-        "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "{fact} must be {want}, got {got}",
-        "quantize with such scales, or let another kernel serve the call")
+        "SCALE_LAYOUT_MISMATCH", Category.DTYPE, FACT, "quantize with such scales" + OR_ANOTHER)
     KV_CACHE_DTYPE_MISMATCH = (
-        "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "{fact} must be {want}, got {got}",
+        "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, FACT,
         "keep the cache in the query's dtype, pass its scales (1.0 for a plain cast), or set "
         "allow_adaptation: true")
     # shape
-    HEAD_DIM_INVALID = (
-        "HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "let another kernel serve the call")
-    HEAD_DIM_TOO_LARGE = (
-        "HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "let another kernel serve the call")
-    HEAD_DIM_ALIGNMENT = (
-        "HEAD_DIM_ALIGNMENT", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "pad the heads, or let another kernel serve the call")
-    SEQ_LEN_UNSUPPORTED = (
-        "SEQ_LEN_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "let another kernel serve the call")
-    SHAPE_UNSUPPORTED = (
-        "SHAPE_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "let another kernel serve the call")
-    EMPTY_INPUT = (
-        "EMPTY_INPUT", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "pass tensors that are not empty there")
-    GQA_UNSUPPORTED = (
-        "GQA_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
-        "repeat the KV heads, or let another kernel serve the call")
+    HEAD_DIM_INVALID = ("HEAD_DIM_INVALID", Category.SHAPE, FACT, ANOTHER_KERNEL)
+    HEAD_DIM_TOO_LARGE = ("HEAD_DIM_TOO_LARGE", Category.SHAPE, FACT, ANOTHER_KERNEL)
+    HEAD_DIM_ALIGNMENT = ("HEAD_DIM_ALIGNMENT", Category.SHAPE, FACT, "pad the heads" + OR_ANOTHER)
+    SEQ_LEN_UNSUPPORTED = ("SEQ_LEN_UNSUPPORTED", Category.SHAPE, FACT, ANOTHER_KERNEL)
+    SHAPE_UNSUPPORTED = ("SHAPE_UNSUPPORTED", Category.SHAPE, FACT, ANOTHER_KERNEL)
+    EMPTY_INPUT = ("EMPTY_INPUT", Category.SHAPE, FACT, "pass tensors that are not empty there")
+    GQA_UNSUPPORTED = ("GQA_UNSUPPORTED", Category.SHAPE, FACT, "repeat the KV heads" + OR_ANOTHER)
     PAGE_SIZE_UNSUPPORTED = (
         "PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size must be {want}, got {got}",
-        "make the cache with such pages, or let another kernel serve the call")
+        "make the cache with such pages" + OR_ANOTHER)
     # layout
     STRIDE_LAST_DIM = (
-        "STRIDE_LAST_DIM", Category.LAYOUT, "{fact} must be {want}, got {got}",
+        "STRIDE_LAST_DIM", Category.LAYOUT, FACT,
         "pass a tensor whose last dimension is contiguous, or allow LayerZero to copy it "
         "(strict_mode: false)")
     NOT_CONTIGUOUS = (
-        "NOT_CONTIGUOUS", Category.LAYOUT, "{fact} must be {want}, got {got}",
+        "NOT_CONTIGUOUS", Category.LAYOUT, FACT,
         "call .contiguous(), or allow LayerZero to copy it (strict_mode: false)")
     POINTER_ALIGNMENT = (
         "POINTER_ALIGNMENT", Category.LAYOUT, "{fact} must be {want} bytes, got {got}",
-        "pass a tensor that is no slice of another, or allow LayerZero to copy it "
-        "(strict_mode: false)")
+        "pass a tensor that is no slice of another, or allow LayerZero to copy it (strict_mode: "
+        "false)")
     LAYOUT_UNSUPPORTED = (
         "LAYOUT_UNSUPPORTED", Category.LAYOUT, "layout must be {want}, got {got}",
         "pass that layout, or allow LayerZero to view the tensors so (strict_mode: false)")
     KV_CACHE_LAYOUT_MISMATCH = (
         "KV_CACHE_LAYOUT_MISMATCH", Category.LAYOUT,
         "the KV cache layout must be {want}, got {got}",
-        "make the cache in that layout, or let another kernel serve the call")
+        "make the cache in that layout" + OR_ANOTHER)
     RAGGED_UNSUPPORTED = (
         "RAGGED_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
         "pack the sequences and call lz.varlen_attention, or pad them")
     TENSOR_SUBCLASS_UNSUPPORTED = (
         "TENSOR_SUBCLASS_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
-        "pass plain tensors, or let another kernel serve the call")
+        "pass plain tensors" + OR_ANOTHER)
     # feature
     MASK_UNSUPPORTED = (
         "MASK_UNSUPPORTED", Category.FEATURE, "takes no attention mask, got {got}",
-        "pass is_causal or a window in its place, or let another kernel serve the call")
+        "pass is_causal or a window in its place" + OR_ANOTHER)
     MASK_BROADCAST_UNSUPPORTED = (
         "MASK_BROADCAST_UNSUPPORTED", Category.FEATURE,
-        "{fact} must have {want} dimensions, got {got}",
-        "expand the mask, or let another kernel serve the call")
+        "{fact} must have {want} dimensions, got {got}", "expand the mask" + OR_ANOTHER)
     CAUSAL_UNSUPPORTED = (
         "CAUSAL_UNSUPPORTED", Category.FEATURE, "causal attention is not supported here",
-        "let another kernel serve the call")
+        ANOTHER_KERNEL)
     CAUSAL_ALIGNMENT_UNSUPPORTED = (
-        "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
-        "pass causal_align, or let another kernel serve the call")
+        "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, FACT, "pass causal_align" + OR_ANOTHER)
     DROPOUT_UNSUPPORTED = (
         "DROPOUT_UNSUPPORTED", Category.FEATURE, "dropout must be {want}, got {got}",
-        "pass dropout_p=0.0, or let another kernel serve the call")
+        "pass dropout_p=0.0" + OR_ANOTHER)
     WINDOW_UNSUPPORTED = (
-        "WINDOW_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
-        "leave the window out, or let another kernel serve the call")
+        "WINDOW_UNSUPPORTED", Category.FEATURE, FACT, "leave the window out" + OR_ANOTHER)
     ALIBI_UNSUPPORTED = (
         "ALIBI_UNSUPPORTED", Category.FEATURE, "takes no ALiBi slopes",
-        "leave alibi_slopes out, or let another kernel serve the call")
+        "leave alibi_slopes out" + OR_ANOTHER)
     SOFTCAP_UNSUPPORTED = (
         "SOFTCAP_UNSUPPORTED", Category.FEATURE, "softcap must be {want}, got {got}",
-        "leave softcap out, or let another kernel serve the call")
+        "leave softcap out" + OR_ANOTHER)
     LSE_UNSUPPORTED = (
         "LSE_UNSUPPORTED", Category.FEATURE, "does not return the log-sum-exp",
-        "pass return_lse=False, or let another kernel serve the call")
+        "pass return_lse=False" + OR_ANOTHER)
     SCALE_UNSUPPORTED = (
         "SCALE_UNSUPPORTED", Category.FEATURE, "scale must be {want}, got {got}",
-        "pass such a scale, or let another kernel serve the call")
-    FEATURE_UNSUPPORTED = (
-        "FEATURE_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
-        "let another kernel serve the call")
+        "pass such a scale" + OR_ANOTHER)
+    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", Category.FEATURE, FACT, ANOTHER_KERNEL)
     ROPE_STYLE_UNSUPPORTED = (
         "ROPE_STYLE_UNSUPPORTED", Category.FEATURE, "rope style must be {want}, got {got}",
-        "pass that style, or let another kernel serve the call")
+        "pass that style" + OR_ANOTHER)
     # mode
     BACKWARD_UNSUPPORTED = (
         "BACKWARD_UNSUPPORTED", Category.MODE, "has no backward; a gradient was asked for",
@@ -206,18 +184,16 @@ class Code(str, Enum):
         "allow others: deterministic: false, torch.use_deterministic_algorithms(False)")
     CUDA_GRAPH_UNSAFE = (
         "CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph: {got}",
-        "call it outside the capture, or let another kernel serve the call")
+        "call it outside the capture" + OR_ANOTHER)
     COMPILE_UNSUPPORTED = (
         "COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile",
-        "call it outside torch.compile, or let another kernel serve the call")
+        "call it outside torch.compile" + OR_ANOTHER)
     TP_INVARIANCE_REQUIRED = (
         "TP_INVARIANCE_REQUIRED", Category.MODE,
-        "results may differ across tensor-parallel sizes; {want} was asked for",
-        "let another kernel serve the call")
+        "results may differ across tensor-parallel sizes; {want} was asked for", ANOTHER_KERNEL)
     BATCH_INVARIANCE_REQUIRED = (
         "BATCH_INVARIANCE_REQUIRED", Category.MODE,
-        "a row's result may depend on its neighbours; {want} was asked for",
-        "let another kernel serve the call")
+        "a row's result may depend on its neighbours; {want} was asked for", ANOTHER_KERNEL)
     INVARIANCE_NOT_REQUIRED = (
         "INVARIANCE_NOT_REQUIRED", Category.MODE,
         "is made for {want}, which nobody asked for, and is slow",
@@ -233,9 +209,9 @@ class Code(str, Enum):
     # software
     NOT_INSTALLED = (
         "NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed",
-        "install the package, or let another kernel serve the call")
-    NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet",
-                 "run: lz build")
+        "install the package" + OR_ANOTHER)
+    NOT_BUILT = (
+        "NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
     BUILD_REFUSED = (
         "BUILD_REFUSED", Category.SOFTWARE, "its compiled code is not trusted: {got}",
         "run: lz build")
@@ -244,7 +220,7 @@ class Code(str, Enum):
         "install one, or name it in CXX")
     VERSION_CONFLICT = (
         "VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}",
-        "install such a version, or let another kernel serve the call")
+        "install such a version" + OR_ANOTHER)
     ABI_MISMATCH = (
         "ABI_MISMATCH", Category.SOFTWARE, "was built for another torch or C++ runtime: {got}",
         "install a build of the package made for this torch")
@@ -259,24 +235,23 @@ class Code(str, Enum):
         "run lz doctor --matrix, which has what each interpreter holds")
     CUDA_TOO_OLD = (
         "CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}",
-        "install a torch for such a CUDA, or let another kernel serve the call")
+        "install a torch for such a CUDA" + OR_ANOTHER)
     TORCH_ENTRY_MISSING = (
         "TORCH_ENTRY_MISSING", Category.SOFTWARE, "this torch has no {want}",
-        "install a torch that has it, or let another kernel serve the call")
+        "install a torch that has it" + OR_ANOTHER)
     UNTESTED_ON_HARDWARE = (
         "UNTESTED_ON_HARDWARE", Category.SOFTWARE,
         "was written from its source and never run on such hardware",
         "name it with backend= and run lz verify for it, or set allow_untested: true")
     # policy
     DENIED_BY_POLICY = (
-        "DENIED_BY_POLICY", Category.POLICY, "denied by {got}",
-        "change that rule, or let another kernel serve the call")
+        "DENIED_BY_POLICY", Category.POLICY, "denied by {got}", "change that rule" + OR_ANOTHER)
     NOT_ALLOWED_BY_POLICY = (
         "NOT_ALLOWED_BY_POLICY", Category.POLICY, "not among {want}, allowed by {got}",
-        "add it to that rule, or let another kernel serve the call")
+        "add it to that rule" + OR_ANOTHER)
     LOCKED_TO_ANOTHER = (
         "LOCKED_TO_ANOTHER", Category.POLICY, "{got} locks this call to {want}",
-        "remove that lock, or let another kernel serve the call")
+        "remove that lock" + OR_ANOTHER)
     NOT_THE_NAMED_KERNEL = (
         "NOT_THE_NAMED_KERNEL", Category.POLICY, "the call asked for {want}",
         "leave backend= out to let lz choose")
@@ -284,9 +259,9 @@ class Code(str, Enum):
         "STRICT_TRANSFORM_REFUSED", Category.POLICY,
         "would need the transform {got}, refused by {want}",
         "set strict_mode: false, or allow_adaptation: true for casts")
-    UNCERTIFIED = ("UNCERTIFIED", Category.POLICY,
-                   "has no certificate for this machine; policy demands one",
-                   "run lz verify kernels for it")
+    UNCERTIFIED = (
+        "UNCERTIFIED", Category.POLICY, "has no certificate for this machine; policy demands one",
+        "run lz verify kernels for it")
     CERTIFICATE_VOID = (
         "CERTIFICATE_VOID", Category.POLICY, "its certificate was for {want}, now it is {got}",
         "run lz verify kernels for it")
@@ -303,8 +278,7 @@ class Code(str, Enum):
     # health
     CIRCUIT_OPEN = (
         "CIRCUIT_OPEN", Category.HEALTH,
-        "disabled after {got}; it will be tried again after {want}",
-        "lz doctor has its last fault")
+        "disabled after {got}; it will be tried again after {want}", "lz doctor has its last fault")
     BACKEND_DISABLED = (
         "BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}",
         "correct the cause and restart the process")
@@ -332,22 +306,20 @@ class Code(str, Enum):
         "OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}",
         "free memory, or make the call smaller")
     # the caller's own mistakes
-    WRONG_TYPE = (
-        "WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}",
-        "pass an argument of that type")
+    WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, FACT, "pass an argument of that type")
     TENSOR_UNREADABLE = (
-        "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "TENSOR_UNREADABLE", Category.CALLER, FACT,
         "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of "
         "a nested one; a freed one needs its memory again, as in FSDP's unshard()")
     WRONG_NDIM = (
         "WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}",
         "reshape the tensor; help(lz.<op>) has the shapes")
     DIM_MISMATCH = (
-        "DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}",
+        "DIM_MISMATCH", Category.CALLER, FACT,
         "pass tensors whose sizes agree; help(lz.<op>) has the shapes")
-    MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER,
-                     "all tensors must be on {want}, {fact} is {got}",
-                     "move the tensors to one device")
+    MIXED_DEVICES = (
+        "MIXED_DEVICES", Category.CALLER, "all tensors must be on {want}, {fact} is {got}",
+        "move the tensors to one device")
     MIXED_DTYPES = ("MIXED_DTYPES", Category.CALLER, "{fact} must be {want}, got {got}",
                     "cast the tensors to one dtype, or set allow_adaptation: true")
     MASK_WITH_CAUSAL = (
@@ -360,29 +332,24 @@ class Code(str, Enum):
         "MASK_TYPE_INVALID", Category.CALLER, "attn_mask must be {want}, got {got}",
         "pass a bool mask (True: attend) or a floating-point one that is added")
     HEADS_NOT_DIVISIBLE = (
-        "HEADS_NOT_DIVISIBLE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "HEADS_NOT_DIVISIBLE", Category.CALLER, FACT,
         "pass a key and value whose number of heads divides the query's")
     LAYOUT_AMBIGUOUS = (
         "LAYOUT_AMBIGUOUS", Category.CALLER, "layout='auto' cannot tell bhsd from bshd for {got}",
         "pass layout='bhsd' or layout='bshd'")
-    LAYOUT_UNKNOWN = (
-        "LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}",
-        "pass one of these")
-    VALUE_OUT_OF_RANGE = (
-        "VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}",
-        "pass a value in that range")
+    LAYOUT_UNKNOWN = ("LAYOUT_UNKNOWN", Category.CALLER, FACT, "pass one of these")
+    VALUE_OUT_OF_RANGE = ("VALUE_OUT_OF_RANGE", Category.CALLER, FACT, "pass a value in that range")
     MISSING_METADATA = (
-        "MISSING_METADATA", Category.CALLER, "{fact} is required: {want}",
-        "pass it")
+        "MISSING_METADATA", Category.CALLER, "{fact} is required: {want}", "pass it")
     # cache, plans, data
     TOKENIZER_MISMATCH = (
         "TOKENIZER_MISMATCH", Category.DATA, "tokenizer identity must be {want}, got {got}",
         "load the tokenizer that the data was made with")
     BLOCK_TABLE_INVALID = (
-        "BLOCK_TABLE_INVALID", Category.DATA, "{fact} must be {want}, got {got}",
+        "BLOCK_TABLE_INVALID", Category.DATA, FACT,
         "make the table with lz.kv_cache, or correct it")
     KV_METADATA_INVALID = (
-        "KV_METADATA_INVALID", Category.DATA, "{fact} must be {want}, got {got}",
+        "KV_METADATA_INVALID", Category.DATA, FACT,
         "make the lengths with lz.kv_cache, or correct them")
     CACHE_EXPIRED = (
         "CACHE_EXPIRED", Category.CACHE, "the remembered choice is older than {want}",
@@ -392,8 +359,8 @@ class Code(str, Enum):
         "solve again with calls of this kind")
     NOT_AGREED = ("NOT_AGREED", Category.PLAN, "chosen by this rank alone for {got}",
                   "call lz.distributed.sync() on every rank")
-    PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}",
-                  "solve again")
+    PLAN_DRIFT = (
+        "PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}", "solve again")
     SCHEMA_UNKNOWN = (
         "SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}",
         "write the file again with this release")
@@ -416,10 +383,8 @@ def plain(value: Any) -> Value:
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr, limit: int = 500) -> str:
-    """`value` as text for a message; it never raises and is never long.
-
-    Python converts no int of more than some thousand digits, and a foreign object may raise.
-    """
+    """`value` as text for a message; it never raises and is never long. Python converts no int of
+    more than some thousand digits, and a foreign object may raise."""
     try:
         text = as_text(value)
     except FOREIGN_ERRORS as e:

@@ -26,9 +26,7 @@ waiting: set[int] = set()
 
 class Varying(NamedTuple):
     """A size or a stride of an argument that may vary, from `low` to `high` in multiples of `step`.
-
-    It is passed as the parameter `field`, times `factor`; -1 if the kernel does not take it.
-    """
+    It is passed as the parameter `field`, times `factor`; -1 if the kernel does not take it."""
 
     tensor: Any
     kind: str                                  # size | stride

@@ -1,6 +1,4 @@
-"""A contest of the kernels that may serve one call: which is fastest, by how much, and with what
-confidence.
-"""
+"""A contest of the kernels that may serve one call: which is fastest, how surely, by how much."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def mode_facts(mode: str) -> dict[str, bool]:
 
 
 def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
-    """Return the plan as if every kernel were compiled, which tuning does, and no dispatch table
-    were in use."""
+    """Return the plan as if every kernel were compiled and no dispatch table in use."""
     jit_kernels = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.replace(warmed=world.warmed | jit_kernels, table=None)
     plan = free.plan(op, facts, context.current.get(), thorough=True)
@@ -72,10 +69,7 @@ def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool 
 
 
 class Contest:
-    """The contest for one call with its tensors.
-
-    Everything must run in the gradient mode of the call.
-    """
+    """The contest for one call with its tensors, in the gradient mode of the call."""
 
     def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...],
                  facts: Mapping[str, Any], watch: Watch, compile: bool = True,
@@ -241,8 +235,7 @@ class Contest:
                         for name, own in rounds.items()})
 
     def costs(self) -> Timings:
-        """Return the costs that selection counts: with transforms of inputs and the user's boosts.
-        """
+        """Return the costs that selection counts, with transforms and the user's boosts."""
         return Timings({name: [self._cost(name, us) for us in rounds]
                         for name, rounds in self.timings.rounds.items()})
 
@@ -251,10 +244,7 @@ class Contest:
         return (us + score.transform_us) / score.boost
 
     def verdict(self, rates: Mapping[str, Rates]) -> Tuned:
-        """Return which kernel is fastest, and the measurements to record.
-
-        `rates`, by place, were measured just now.
-        """
+        """Return which kernel is fastest, and the measurements to record with new `rates`."""
         costs, override = self.costs(), context.current.get()
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin
@@ -292,8 +282,7 @@ class Contest:
         return tuple(Measurement(
             name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family,
             kind.sizes_text, flops, nbytes, s.p95, s.p99, self.compile_us[name],
-            builds.build_of(self.world.catalog.by_id[name]), time.time(),
-            mode=self.mode)
+            builds.build_of(self.world.catalog.by_id[name]), time.time(), mode=self.mode)
             for name, s in summaries)
 
     def _level_ties(self, rows: tuple[Measurement, ...], tied: list[str],

@@ -299,8 +299,7 @@ class Fleet:
     # nodes and workers
 
     def _resource(self) -> str:
-        """Returns the resource of Ray that the wanted kind of device is, "" for whatever a node
-        has."""
+        """Returns the Ray resource of the wanted kind of device, "" for what a node has."""
         kind = (self.options.device or "").partition(":")[0]
         return "" if not kind else {"cpu": "CPU", "hpu": "HPU"}.get(kind, "GPU")
 
@@ -366,8 +365,7 @@ class Fleet:
                     with measurements.open_store(read_only=True) as store:
                         rows, rates = list(store.rows(place=model.place)), store.rates()
                     rates = {place: r for place, r in rates.items() if place == model.place}
-                    self._ask(worker, "survey", worker.actor.survey.remote(
-                        self.calls, rows, rates))
+                    self._ask(worker, "survey", worker.actor.survey.remote(self.calls, rows, rates))
             elif model.queue:
                 task = model.queue.popleft()
                 seconds = (None if self.deadline is None

@@ -29,8 +29,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def torch_functions(run: Callable[..., Any], inputs: tuple[Any, ...]) -> Functions:
-    """Return the torch functions of one call, in order, with the dtypes, shapes and strides of
-    their tensors."""
+    """Return the torch functions of one call, with dtypes, shapes and strides of tensors."""
     with _Recorder() as recorder:
         run(*inputs)
     return tuple(recorder.calls)

@@ -62,10 +62,8 @@ class Watch(Protocol):
 
 
 class WallWatch:
-    """Wall-clock time, for a CPU or a device that can only be waited for.
-
-    `cpu_time` is that of this thread: a sample during which the CPU was taken away is taken again.
-    """
+    """Wall-clock time, for a CPU or a device that can only be waited for. `cpu_time` is that of
+    this thread: a sample during which the CPU was taken away is taken again."""
 
     margin = MARGIN
 
@@ -142,8 +140,7 @@ class GraphWatch:
 
     def __init__(self, cold: bool = True) -> None:
         self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8,
-                                  device="cuda").view(
-            torch.int32)
+                                  device="cuda").view(torch.int32)
         self._side = torch.cuda.Stream()
         self._graphs: weakref.WeakKeyDictionary[Contestant,
                                                 torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
@@ -176,8 +173,7 @@ class GraphWatch:
 
 
 def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
-    """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last
-    cache overwritten."""
+    """Return the watch for calls in this mode; `cold`: the last cache is overwritten before."""
     if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
     if device == "cuda" and cold:
@@ -212,10 +208,7 @@ def _cache_size(file: Path) -> int:
 
 @dataclass(frozen=True)
 class TimingSummary:
-    """Statistics in microseconds.
-
-    Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not.
-    """
+    """Statistics in microseconds; mean, variance, p10 and p90 leave outliers out."""
 
     median: float
     mean: float
@@ -271,8 +264,7 @@ class Ratio(Record, json="median low high verdict"):
 
 @dataclass(frozen=True)
 class Timings:
-    """Microseconds per call of each contestant, one number per round; a dropped one has its first
-    rounds only."""
+    """Microseconds per call of each contestant per round; a dropped one has its first rounds."""
 
     rounds: Mapping[str, list[float]]
 
@@ -289,8 +281,7 @@ class Timings:
         return Ratio(middle, low, high)
 
     def beats(self, one: str, other: str, margin: float = MARGIN) -> float:
-        """Return the confidence, from 0 to 1, that `one` is faster than `other` by more than the
-        margin."""
+        """Return the confidence, 0 to 1, that `one` beats `other` by more than the margin."""
         return float((self._gaps(one, other) > math.log1p(margin)).double().mean())
 
     def even(self, one: str, other: str, margin: float = MARGIN) -> float:
@@ -298,8 +289,7 @@ class Timings:
         return float((self._gaps(one, other).abs() <= math.log1p(margin)).double().mean())
 
     def _gaps(self, one: str, other: str) -> torch.Tensor:
-        """Return the median of log(other / one) over resampled rounds, with the same seed every
-        time."""
+        """Return the median of log(other / one) over resampled rounds, with a fixed seed."""
         gaps = torch.tensor([math.log(b / a) for a, b in zip(self.rounds[one], self.rounds[other])],
                             dtype=torch.float64, device="cpu")
         draws = torch.randint(len(gaps), (RESAMPLES, len(gaps)), device="cpu",
@@ -383,8 +373,7 @@ class Race:
         self._running.pop(name, None)
 
     def run(self, rounds: int = 1, only: str = "") -> None:
-        """Run this many rounds, or fewer if the time is up: one that had no turn then keeps its
-        time on entry."""
+        """Run this many rounds, or fewer if time is up; without a turn the entry time stays."""
         with no_collection():
             for _ in range(rounds):
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
@@ -412,8 +401,7 @@ class Race:
 
 def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str,
              deadline: float = math.inf) -> Timings:
-    """Run rounds for about `seconds`, with warm caches, of the contestants that could be called
-    twice in time."""
+    """Run rounds for about `seconds`, caches warm, of contestants that fit twice in time."""
     race = Race(stopwatch(device), deadline=deadline)
     for name, contestant in contestants.items():
         race.enter(name, contestant)

@@ -20,8 +20,7 @@ PAGE = 64                                      # tokens in one page of a latent 
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution of a UNet: its image tokens, its width, and how many transformer blocks work
-    there."""
+    """One resolution of a UNet: image tokens, width, and its number of transformer blocks."""
 
     tokens: int
     channels: int
@@ -91,13 +90,11 @@ def _rows() -> tuple[Model, ...]:
         replace(llama, name="llama-3.1-70b", layers=80, hidden=8192, heads=64, kv_heads=8,
                 ffn=28672, vocab=128256),
         replace(llama, name="llama-3.2-1b", layers=16, hidden=2048, heads=32, kv_heads=8,
-                head_dim=64, ffn=8192,
-                vocab=128256),
+                head_dim=64, ffn=8192, vocab=128256),
         replace(qwen, name="qwen3-0.6b", layers=28, hidden=1024, heads=16, ffn=3072),
         replace(qwen, name="qwen3-8b", layers=36, hidden=4096, heads=32, ffn=12288),
         replace(qwen, name="qwen3-30b-a3b", layers=48, hidden=2048, heads=32, kv_heads=4,
-                experts=128,
-                experts_per_token=8, expert_ffn=768),
+                experts=128, experts_per_token=8, expert_ffn=768),
         replace(llama, name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336,
                 vocab=32000, window=4096),
         replace(gemma, name="gemma-2-9b", layers=42, hidden=3584, heads=16, kv_heads=8, ffn=14336,
@@ -108,8 +105,7 @@ def _rows() -> tuple[Model, ...]:
                 head_dim=96, ffn=8192,
                 vocab=32064, window=2047),
         replace(llama, name="smollm2-135m", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64,
-                ffn=1536,
-                vocab=49152),
+                ffn=1536, vocab=49152),
         replace(llama, name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8,
                 vocab=32000, experts=8, experts_per_token=2, expert_ffn=14336),
         replace(deepseek, name="deepseek-v2-lite", layers=27, hidden=2048, heads=16, kv_heads=16,
@@ -121,11 +117,9 @@ def _rows() -> tuple[Model, ...]:
                 routing={"scoring": "sigmoid", "n_group": 8, "topk_group": 4,
                                       "routed_scaling_factor": 2.5}),
         Model("gpt2", "decoder", 12, 768, 12, 12, 64, 3072, 50257, norm="layer",
-              activation="gelu_tanh", bias=True,
-              rope=""),
+              activation="gelu_tanh", bias=True, rope=""),
         Model("t5-base", "encoder-decoder", 12, 768, 12, 12, 64, 3072, 32128, eps=1e-6,
-              activation="relu", rope="",
-              scale=1.0),
+              activation="relu", rope="", scale=1.0),
         replace(bert, name="bert-base", vocab=30522, eps=1e-12),
         replace(bert, name="vit-base-16", tokens=197, vocab=1000, eps=1e-12),
         Model("sd-1.5", "unet", activation="geglu", rope="", text_tokens=77, text_width=768,
@@ -203,8 +197,7 @@ def _scale(model: Model, scale: float) -> Model:
 
 
 class _Step:
-    """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to
-    `seen` in all."""
+    """Collects the calls of one step: `tokens` new ones per row, which attend to `seen`."""
 
     def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
@@ -230,8 +223,7 @@ class _Step:
         return TensorSpec(shape, dtype, values=tuple(values))
 
     def heads(self, heads: int, tokens: int, dim: int, transposed: bool) -> TensorSpec:
-        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch,
-        tokens, heads, dim)."""
+        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's output."""
         shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim,
                                                             1)
         return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1
@@ -255,8 +247,7 @@ class _Step:
                      offset=m.norm_offset or None)
 
     def norms(self) -> None:
-        """Add the norms of all layers and the last one; after the first, fused with the residual
-        add if possible."""
+        """Add the norms of all layers and the last, fused with the residual add if possible."""
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)
@@ -280,10 +271,7 @@ class _Step:
     def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *,
                   value_dim: int = 0, causal: bool = False, window: int = 0,
                   mask: TensorSpec | None = None) -> None:
-        """Add attention.
-
-        Rope leaves queries and keys contiguous; a projection leaves its outputs transposed.
-        """
+        """Add attention: rope leaves q and k contiguous, a projection leaves them transposed."""
         m, rotated = self.model, bool(self.model.rope)
         cached = self.decoding
         if window and seen > window and cached:
@@ -364,8 +352,7 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
 
 
 def _latent_attention(s: _Step) -> None:
-    """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in
-    pages."""
+    """Prefill rebuilds keys and values from the latent; decoding attends to it, in pages."""
     m, plain = s.model, s.model.head_dim - s.model.rope_dim
     if m.q_rank:
         s.linear(m.layers, m.hidden, m.q_rank)
@@ -444,8 +431,7 @@ def _groups(channels: int) -> int:
 
 
 def _dit(s: _Step) -> tuple[Call, ...]:
-    """Image and text have weights of their own and attend to each other; then come the shared
-    layers, if any."""
+    """Image and text have own weights and attend to each other; then shared layers, if any."""
     m, width = s.model, s.model.heads * s.model.head_dim
     both = s.tokens + m.text_tokens
     for tokens in filter(None, (s.tokens, m.text_tokens)):

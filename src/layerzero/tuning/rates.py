@@ -1,6 +1,4 @@
-"""The peak rates of a device, measured: one bandwidth and one matmul rate, the roofline of every
-percentage.
-"""
+"""The measured peak rates of a device: bandwidth and matmul rate, roofline of percentages."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def measure_rates(device: str, seconds: float) -> Reading:
 
 
 def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes to time: 16-bit on a GPU; on a CPU float32 and, if it supports it,
-    bfloat16."""
+    """Return the dtypes to time: 16-bit on a GPU; float32, maybe bfloat16, on a CPU."""
     bf16 = hardware.probe(device).supports_bf16
     if device == "cpu":
         return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
@@ -47,8 +44,7 @@ def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 def _bandwidth(watch: Watch, device: str, end: float, spreads: list[float]) -> float:
-    """Measure bytes per microsecond: the better of reading memory and copying half of it to the
-    other half."""
+    """Measure bytes per microsecond: the better of reading memory and copying half of it."""
     size = min(max(256 << 20, 2 * cache_bytes(device)), free_bytes(device) // 8)
     memory = torch.ones(max(size // 8, 1 << 16) * 2, dtype=torch.float32, device=device)
     source, target = memory.chunk(2)

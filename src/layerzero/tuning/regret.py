@@ -48,8 +48,7 @@ Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one num
 # statistics
 
 def ratio(rounds: Rounds, over: str, of: str, part: Sequence[int] | None = None) -> float:
-    """Return how many times as long `over` takes as `of`: the median of the ratios within each
-    round of the part."""
+    """Return how many times as long `over` takes as `of`: the median ratio of the rounds."""
     part = range(len(rounds[of])) if part is None else part
     return statistics.median([rounds[over][i] / rounds[of][i] for i in part])
 
@@ -93,8 +92,7 @@ def quantile(values: Sequence[float], share: float,
 
 @dataclass(frozen=True)
 class Replayed:
-    """One call: the chosen kernel, what torch would run, and the rounds of all that could have
-    served."""
+    """One call: the chosen kernel, what torch would run, and rounds of all that may serve."""
 
     call: Call
     label: str
@@ -158,11 +156,10 @@ class RegretReport:
 
     @property
     def lost(self) -> float:
-        """Returns how much more time all these calls take than with the best choices, as a
-        share."""
-        taken = sum(row.call.count * row.us(row.chosen) for row in self.rows)
+        """Returns how much more time all these calls take than at best, as a share."""
+        chosen = sum(row.call.count * row.us(row.chosen) for row in self.rows)
         best = sum(row.call.count * row.us(row.chosen) / (1.0 + row.regret) for row in self.rows)
-        return taken / best - 1.0 if best else 0.0
+        return chosen / best - 1.0 if best else 0.0
 
     @property
     def flips(self) -> tuple[Replayed, ...]:
@@ -281,8 +278,7 @@ def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
 
 
 def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float]:
-    """Run rounds for about `seconds`; return the medians of those that were dropped after the first
-    few."""
+    """Run rounds for about `seconds`; return the medians of those dropped early."""
     end = time.perf_counter() + seconds
     race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}
@@ -300,8 +296,7 @@ def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float
 def _contestants(dispatcher: Dispatcher, plan: Plan, facts: Mapping[str, Any],
                  values: tuple[Any, ...], grad: bool, mode: str) -> tuple[dict[str, Contestant],
                                                                           dict[str, str]]:
-    """Bind every step of the plan as dispatch would; return also those whose library does not load.
-    """
+    """Bind every step of the plan as dispatch would; return those that do not load, too."""
     world = worlds.current()
     fixed = fixed_by_key(world.program(dispatcher.op), facts)
     contestants: dict[str, Contestant] = {}

@@ -1,6 +1,4 @@
-"""The results of tuning: for each kind of call the fastest kernel, with what confidence, and what
-was left out.
-"""
+"""The results of tuning: the fastest kernel per kind of call, how surely, what was left out."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ class TimedKernel:
 class Tuned(Record,
             json="call label sizes family mode best chosen before sure tied baseline gain roofline "
                          "kernels no_time_for failed rejected"):
-    """The result for one kind of call.
-
-    `best` is the fastest; of ties, the one that selection prefers.
-    """
+    """The result for one kind of call; `best` is the fastest, or of ties the preferred."""
 
     call: Call
     sizes: str

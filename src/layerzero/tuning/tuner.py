@@ -55,9 +55,8 @@ Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None,
          seconds: float | None = None, rounds: int = ROUNDS, again: bool = False,
-         mode: str | Sequence[str] | None = None, cold: bool = False,
-         compile: bool = True, progress: Progress | None = None,
-         save: Save | None = None) -> TuneReport:
+         mode: str | Sequence[str] | None = None, cold: bool = False, compile: bool = True,
+         progress: Progress | None = None, save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and select by the measurements from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
@@ -153,8 +152,7 @@ class Job:
 
 
 def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
-    """Return the kinds of call, those that take most time first, and the calls that cannot be made.
-    """
+    """Return the kinds of call, the most expensive first, and the calls that cannot be made."""
     jobs: dict[tuple[str, str], Job] = {}
     skipped: list[Skipped] = []
     for call in calls:
@@ -197,8 +195,7 @@ def _job(call: Call, device: str) -> Job:
 
 
 def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is made
-    canonical first."""
+    """Return the call's dispatcher and arguments in order; unusual calls made canonical."""
     values = dict(arguments)
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
@@ -260,8 +257,7 @@ class Tuner:
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, first_line(e))
             contest = Contest(job.call, dispatcher, values, facts,
-                              self._watch(job.device, job.mode), self.compile,
-                              self.deadline)
+                              self._watch(job.device, job.mode), self.compile, self.deadline)
             contest.enter()
             contest.run(self.rounds)
         if not contest.race.timings.rounds:
@@ -286,8 +282,7 @@ class Tuner:
         return result
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-        """Make the inputs once for all modes of a call: making large ones takes longer than timing
-        it."""
+        """Make the inputs once for all modes of a call: that takes longer than timing it."""
         call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
             self._last_inputs = None, None, ()         # free their memory before allocating more
@@ -305,10 +300,8 @@ class Tuner:
             self._measure_rates(device)
 
     def _measure_rates(self, device: str) -> None:
-        """Keep the better of the known rates and those measured now: noise only slows down.
-
-        A noisy reading serves this run and is not saved, so that the next run measures again.
-        """
+        """Keep the better of the known rates and those measured now: noise only slows down. A noisy
+        reading serves this run and is not saved, so that the next run measures again."""
         place, known = worlds.current().place(device), self._known_rates(device)
         reading = measure_rates(device, min(RATES_SECONDS, RATES_SHARE * self.seconds_left))
         self.rates[place] = (reading.rates if known is None
@@ -324,10 +317,7 @@ class Tuner:
 
 def exceeds_rates(result: Tuned, device: str, rates: Rates | None) -> bool:
     """Was a kernel faster than the peak rates of the device? Then those were measured while the
-    device was busy.
-
-    A higher bandwidth proves nothing if all the bytes fit a cache.
-    """
+    device was busy. A higher bandwidth proves nothing if all the bytes fit a cache."""
     if rates is None or result.roofline is None:
         return False
     us = result.winner.summary.median

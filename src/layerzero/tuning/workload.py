@@ -1,6 +1,4 @@
-"""The calls to tune: from a file, a model, an operation's own cases, one call, or the standard
-workload.
-"""
+"""The calls to tune: from a file, a model, an op's cases, one call, the standard workload."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
         return standard()
     if text in MODELS:
         return merge(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype,
-                              decode=decode,
-                              prefill=prefill, scale=scale))
+                              decode=decode, prefill=prefill, scale=scale))
     if Path(source).is_file():
         return merge(read_calls(Path(source)))
     known = ("standard", *MODELS, *ops)
@@ -74,8 +71,7 @@ def cases_of(op: Op, dtype: str = "float32") -> tuple[Call, ...]:
 
 
 def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Merge the calls of each kind: the first stands for all, the counts add up, the names are
-    joined."""
+    """Merge the calls of each kind: the first stands for all; counts add, names join."""
     by_kind: dict[Any, Call] = {}
     for call in calls:
         key = kind_key(call)
@@ -87,8 +83,7 @@ def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
 
 
 def kind_key(call: Call) -> tuple[Any, ...]:
-    """Return a key that two calls share if measurements cannot tell them apart and their strides
-    are alike."""
+    """Return a key that calls share if measurements cannot tell them and strides are alike."""
     op = dispatcher_of(call.op).op
     facts = _facts(op, call)
     strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec)

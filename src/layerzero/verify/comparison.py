@@ -52,8 +52,7 @@ _COARSEST_FIRST = ("float4_e2m1", "float8_e5m2", "float8_e4m3fn", "bfloat16", "f
 
 
 def tolerance_of(dtypes: Iterable[str], override: float | None = None) -> ElementTolerance:
-    """Returns the tolerance of the coarsest floating dtype; `override` replaces its atol and
-    rtol."""
+    """Returns the tolerance of the coarsest float dtype; `override` replaces atol and rtol."""
     present = set(dtypes)
     tolerance = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present),
                      TOLERANCES["float32"])

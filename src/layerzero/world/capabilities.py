@@ -41,8 +41,7 @@ _MAX_DEPTH = 16
 _TOP = {"schema": str, "library": str, "kernels": list}
 # What belongs to the code: stated for the reader, and refused where it differs.
 _FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less_work",
-          "less_work_when",
-          "sdpa_backend")
+          "less_work_when", "sdpa_backend")
 _TYPES: Mapping[str, type] = {"str": str, "bool": bool, "float": float}
 _KERNEL: Mapping[str, type] = {
     **{f.name: _TYPES[str(f.type)] for f in fields(Kernel) if str(f.type) in _TYPES
@@ -109,8 +108,7 @@ def load(path: str | os.PathLike[str], catalog: Catalog | None = None) -> dict[s
 
 
 def validate(data: Any, catalog: Catalog | None = None) -> None:
-    """Raises DataError with every problem and its place unless `data` fits the catalog (default:
-    the current one)."""
+    """Raises DataError with every problem unless `data` fits the catalog (default: current)."""
     problems = list(_problems(data, catalog or worlds.current().catalog))
     if problems:
         lines = [f"  {problem.message}" for problem in problems[:MAX_SHOWN]]

@@ -20,14 +20,7 @@ from ..files import paths
 from ..files.paths import cache_dir as cache_dir
 from ..files.reading import read_text
 from ..selection.conditions import parse_when
-from ..selection.policy import (
-    ACTIONS,
-    RENAMED,
-    SETTINGS,
-    Layer,
-    PolicyRule,
-    validate_setting,
-)
+from ..selection.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, validate_setting
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.names import suggest
 from ..spec.reason import shown
@@ -74,8 +67,7 @@ def _raise_all(errors: list[str], end: str) -> None:
 
 def environment_layer(environ: Mapping[str, str] | None = None,
                       ops: OpFacts | None = None) -> Layer | None:
-    """Returns the layer of LAYERZERO_* variables, None if none is set. An empty value counts as
-    unset."""
+    """Returns the layer of LAYERZERO_* variables, None if none is set or all are empty."""
     environ = os.environ if environ is None else environ
     errors: list[str] = []
     settings: dict[str, Any] = {}
@@ -135,8 +127,7 @@ def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = N
     new_settings, new_rules = dict(settings or {}), tuple(rules)
     if old is None:
         return Layer(name, new_settings, new_rules, expires_at)
-    # A rule with a deadline only hides the old one, which applies again after it; but two boosts
-    # would multiply.
+    # A rule with a deadline only hides the old one for a time; two boosts would multiply.
     replaced = {_subject(rule) for rule in new_rules if rule.expires_at is None
                 or rule.action == "boost"}
     merged = Layer(name, {**old.settings, **new_settings},
@@ -175,8 +166,7 @@ class FileStamp:
 def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None,
                       old_layer: Layer | None, ops: OpFacts | None = None) -> tuple[
                           FileStamp | None, Layer | None, ConfigError | None]:
-    """Returns the file's stamp and layer now. A broken or missing file keeps the old layer, with
-    the error once."""
+    """Returns the file's stamp and layer; a broken file keeps the old layer, with one error."""
     new_stamp = FileStamp.of(path)             # before reading: a write in between shows next time
     if new_stamp == stamp:
         return stamp, old_layer, None
@@ -187,8 +177,7 @@ def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None,
 
 
 def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -> Layer:
-    """Returns the layer in a YAML policy file. With `ops`, names of ops and facts are checked
-    too."""
+    """Returns the layer in a YAML policy file; with `ops`, ops and facts are checked too."""
     try:
         text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
     except ConfigError as e:
@@ -211,8 +200,7 @@ class _NodeError(PolicyValidationError):
 
 
 class _Reader:
-    """Walks the nodes of one document. An error is recorded with its line, and the rest still
-    read."""
+    """Walks the nodes of a document; records errors with their line, and reads on."""
 
     def __init__(self, path: Path, text: str, ops: OpFacts | None) -> None:
         try:

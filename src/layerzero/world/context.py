@@ -24,10 +24,7 @@ _MAX_INTERNED = 2 * _MAX_CALLS                 # overrides; the least recently u
 
 
 class Override:
-    """A pair of layers above the world's policy.
-
-    Compared by identity: it is part of the cache key.
-    """
+    """A pair of layers above the world's policy, compared by identity in the cache key."""
 
     __slots__ = ("call", "context")
 

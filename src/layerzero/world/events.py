@@ -44,8 +44,7 @@ if log.level == logging.NOTSET:                # not set by the program before
 _chosen_level = ("", log.level)                # the policy's log_level, and the level without it
 Sink = Callable[[Event], None]
 
-# What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic
-# of Rust.
+# What a subscriber or log handler may raise: SystemExit, KeyboardInterrupt, a Rust panic.
 ANY_ERROR: tuple[type[BaseException], ...] = (BaseException,)
 FLUSH_SECONDS = 1.0                            # that a background thread waits for subscribers
 # events of background threads; beyond it the oldest is dropped
@@ -70,8 +69,7 @@ _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, Heal
 
 
 def use_log_level(name: str) -> None:
-    """Applies the policy's log_level ("" for none) where it changed; else the program's own level
-    stays."""
+    """Applies the policy's log_level ("" for none) where it changed, else the program's stays."""
     global _chosen_level
     chosen, before = _chosen_level
     if name != chosen:
@@ -101,8 +99,7 @@ def _level(event: Event) -> int:
     return logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
 
 
-def _route(event: Event, key: tuple[str, str, str], level: int,
-           callers: tuple[Sink, ...]) -> None:
+def _route(event: Event, key: tuple[str, str, str], level: int, callers: tuple[Sink, ...]) -> None:
     _call_safely(_write_log, event, key, level)
     sinks = tuple(sink for sink in list(_sinks) if sink not in callers)
     if not sinks:
@@ -186,8 +183,7 @@ def _write_log(event: Event, key: tuple[str, str, str], level: int) -> None:
 
 
 def _count_suppressed(key: tuple[str, str, str]) -> int | None:
-    """Returns how many such lines were suppressed before this one; None if it is suppressed too.
-    Approximate."""
+    """Returns how many such lines were suppressed before, about; None if this one is too."""
     now = time.monotonic()
     line = _lines.get(key)
     if line is None:
@@ -268,8 +264,7 @@ class _DeliveryThread:
             self._wake.notify()
 
     def flush(self) -> None:
-        """Waits up to FLUSH_SECONDS for delivery: events arrive in order, unless a subscriber
-        blocks."""
+        """Waits up to FLUSH_SECONDS for delivery in order, unless a subscriber blocks."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self._blocked:
             self._blocked = not self._drained.wait(FLUSH_SECONDS) and thread.is_alive()

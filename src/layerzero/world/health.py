@@ -55,11 +55,8 @@ class BreakerLimits:
 
 
 class Faults:
-    """The faults of one kernel among its last calls.
-
-    `calls` is always the number of its calls so far, this one included; threads may see it lag a
-    little.
-    """
+    """The faults of one kernel among its last calls. `calls` is always the number of its calls so
+    far, this one included; threads may see it lag a little."""
 
     def __init__(self) -> None:
         self.streak = 0                        # consecutive faults
@@ -102,8 +99,7 @@ def after_failure(old: Health | None, reason: Reason, now: float, too_many: bool
 
 
 def after_success(old: Health | None) -> Health | None:
-    """Returns the breaker after a success, None for closed. An open one stays: the call began
-    before it opened."""
+    """Returns the breaker after a success, None for closed; an open one stays open."""
     return old if old is not None and old.state in ("open", "disabled") else None
 
 

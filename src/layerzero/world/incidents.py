@@ -49,8 +49,7 @@ MAX_REFUSALS = 512                             # kinds of calls per kernel; the 
 
 
 class MemoryShortage:
-    """Counts how often a kernel ran out of memory for one kind of call, and until when it is left
-    out for it."""
+    """How often a kernel ran out of memory for one kind of call, and until when it is left out."""
 
     def __init__(self) -> None:
         self.faults = health.Faults()
@@ -62,8 +61,7 @@ class ProbeBusy(RuntimeError):
 
 
 def loaded(kernel: Kernel) -> Any:
-    """Returns the loaded kernel. It is loaded once; other kernels can load meanwhile, as it may
-    take minutes."""
+    """Returns the kernel, loaded once; others can load meanwhile, as it may take minutes."""
     entry = _loaded.get(kernel.id)
     if entry is None or entry[0] is not kernel:
         with _loading.setdefault(kernel.id, locks.Lock()):
@@ -78,8 +76,7 @@ def loaded(kernel: Kernel) -> Any:
 
 def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason,
            until: float | None = None) -> None:
-    """Excludes the kernel from this kind of call, for good or `until` a time: it would fail the
-    same way again."""
+    """Excludes the kernel from this kind of call, for good or `until` a time."""
     name, kind = kernel.id, kind_to_compile(kernel.op, facts)
     if kernel.backend == "reference":
         return                                 # the fallback of all others is never excluded
@@ -106,8 +103,7 @@ def refused(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
 
 
 def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any]) -> Reason:
-    """Excludes the kernel from this kind of call: compiling takes seconds and would fail the same
-    way again."""
+    """Excludes the kernel from this kind of call: compiling would fail the same way again."""
     kind = faults.classify(fault)
     reason = faults.reason_of(fault, kind)
     if kind != "refused" and not isinstance(fault, faults.WrongResult):
@@ -137,8 +133,7 @@ def extend_keys(override: Override | None) -> bool:
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
-    """Records that a kernel cannot be loaded. Threads may notice at once; it is published and
-    reported once."""
+    """Records that a kernel cannot be loaded; published and reported once."""
     is_new = False
 
     def apply(world: World) -> World:
@@ -155,8 +150,7 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
 
 def change_health(group: str,
                   change: Callable[[health.Health | None], health.Health | None]) -> None:
-    """Replaces the breaker of `group` by `change(breaker)` atomically. Only the ops of its kernels
-    select again."""
+    """Replaces the breaker of `group` atomically; only the ops of its kernels select again."""
     if group.partition(".")[0] == "reference":
         return                                 # the fallback of all others is never disabled
     before = after = None
@@ -190,8 +184,7 @@ MAX_KNOWN_REASONS = 256
 
 
 def _classify(fault: BaseException) -> tuple[str, Reason]:
-    """Returns the class of a fault and its reason; cached, since a failing kernel raises the same
-    again."""
+    """Returns the class of a fault and its reason, cached: the same fault comes again."""
     key = type(fault), str(fault)
     reason = _known_reasons.get(key)
     if reason is not None:
@@ -206,10 +199,8 @@ def _classify(fault: BaseException) -> tuple[str, Reason]:
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure],
-          op: str,
-          facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
-    """Appends the fault to `failures`. Raises where no other kernel could serve the call; counts
-    nothing yet."""
+          op: str, facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
+    """Appends the fault to `failures`; raises where no other kernel could serve. No count yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
         return
@@ -322,10 +313,8 @@ worlds.add_listener(_drop_unregistered)
 
 
 def _disable_suspect(reason: Reason) -> None:
-    """Disables the only loaded library besides torch after a device was lost.
-
-    Which earlier kernel did it is unknown; with several libraries loaded none is disabled.
-    """
+    """Disables the only loaded library besides torch after a device was lost. Which earlier kernel
+    did it is unknown; with several libraries loaded none is disabled."""
     groups = {kernel.health for kernel, _ in _loaded.values() if kernel.package
               and kernel.package != "torch"}
     if len(groups) == 1:
@@ -336,8 +325,7 @@ faults.on_device_lost.append(_disable_suspect)
 
 
 def _capture_error(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> CudaGraphUnsafeError:
-    """Returns the error for a call inside an invalidated capture: no other kernel could serve it
-    either."""
+    """Returns the error for a call inside an invalidated capture, which no kernel can serve."""
     if not guilty:
         return CudaGraphUnsafeError(
             f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "

@@ -67,8 +67,7 @@ _retry: threading.Timer | None = None
 
 
 def store(read_only: bool = False) -> Store:
-    """Opens the store of the current setting; the caller closes it. It is created if missing,
-    unless `read_only`."""
+    """Opens the store of the current setting, which is created unless `read_only`."""
     target = location(worlds.current().policy)
     if target is None:
         raise ConfigError(
@@ -79,10 +78,8 @@ def store(read_only: bool = False) -> Store:
 
 @contextmanager
 def open_store(read_only: bool = False) -> Iterator[Store]:
-    """Opens the store for the block. The error about a damaged one says what was done with it.
-
-    A writable one is set aside and a new one begun; with `read_only` it stays as it is.
-    """
+    """Opens the store for the block. The error about a damaged one says what was done with it. A
+    writable one is set aside and a new one begun; with `read_only` it stays as it is."""
     target = location(worlds.current().policy)
     try:
         with store(read_only) as opened:
@@ -147,8 +144,7 @@ def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequenc
 
 
 def forget_measurements() -> None:
-    """Lets this process select without measurements. The store keeps them (`lz perf prune` removes
-    them)."""
+    """Lets this process select without measurements; the store keeps them."""
     worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
 
 
@@ -169,14 +165,12 @@ def _complete_row(m: Measurement, world: World, now: float,
             env = environment(kind)
             env_id = environment_id(env)
             environments[env_id] = env
-    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""), at=m.at
-                      or now,
-                      environment=env_id)
+    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""),
+                      at=m.at or now, environment=env_id)
 
 
 def _device_type_of(place: str) -> str:
-    """Returns the device type here that `place` names, "" if none. The CPU first: probing a GPU
-    starts it."""
+    """Returns the device type here that `place` names, "" if none; CPU first, GPUs start."""
     for kind in sorted(hardware.present(), key=lambda kind: kind != "cpu"):
         if hardware.probe(kind).signature == signature_of(place):
             return kind
@@ -263,8 +257,7 @@ def _write_failed(name: str, error: Exception, action: str = "") -> StoreTrouble
 
 
 def _set_aside(target: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
-    """Sets a damaged file aside and begins a new one. Returns what was done, and whether there is a
-    new one."""
+    """Sets a damaged file aside and begins a new one; returns what was done, and if it worked."""
     # as in `open_location`: there is a file, so SQLite is loaded
     from ..perf.store import real_path, set_aside
     assert isinstance(target, Path)            # a server raises StoreError
@@ -372,8 +365,7 @@ def _describe_rows(target: Path | str | None) -> str:
 
 
 def shipped_status(world: World, device: Device) -> StoreStatus:
-    """Returns for `lz doctor` which shipped measurements there are for this device, and whether
-    they are used."""
+    """Returns for `lz doctor` what shipped measurements this device has, and if they are used."""
     if not world.policy.setting("shipped_measurements"):
         return StoreStatus(True, "switched off by the setting shipped_measurements")
     table, refused = shipped_table(world.catalog, device)
@@ -392,8 +384,7 @@ def shipped_status(world: World, device: Device) -> StoreStatus:
 
 
 def environment(kind: str) -> dict[str, Any]:
-    """Returns everything a measurement on this machine's `kind` of device may depend on, with its
-    state now."""
+    """Returns everything a measurement on this `kind` of device may depend on, as of now."""
     catalog = worlds.current().catalog
     read_at, known_catalog, env = _environments.get(kind, (0.0, None, {}))
     stale = known_catalog is not catalog or time.monotonic() > read_at + STATE_SECONDS

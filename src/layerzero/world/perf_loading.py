@@ -43,8 +43,7 @@ RETRY_SECONDS = 60.0                           # until a store that failed is tr
 
 @dataclass
 class StoreState:
-    """The knowledge of this process about its store. Each value is replaced as a whole, so reading
-    takes no lock."""
+    """What this process knows of its store; values are replaced whole, read without a lock."""
 
     reading: StoreTrouble | None = None        # the last failure to read, until reading works
     writing: StoreTrouble | None = None        # the same for writing
@@ -63,8 +62,7 @@ class StoreState:
         vars(self).update(vars(StoreState()))
 
     def now(self) -> float:
-        """Returns the time, which never goes back even if the clock does: a later measurement is
-        newer."""
+        """Returns a time that never goes back, even if the clock does: later is newer."""
         self.newest = max(self.newest, time.time())
         return self.newest
 
@@ -73,8 +71,7 @@ state = StoreState()
 
 
 def location(policy: Policy) -> Path | str | None:
-    """Returns where measurements are: a file, the address of a server, or None if only in
-    memory."""
+    """Returns where measurements are: a file, a server's address, or None for memory."""
     text = str(policy.setting("perfdb")).strip()
     if not text:
         return config.cache_dir() / FILE
@@ -95,8 +92,7 @@ def location(policy: Policy) -> Path | str | None:
 
 def open_location(target: Path | str, timeout: float | None = None,
                   read_only: bool = False) -> Store:
-    """Opens the store at a path or an address. With `read_only` nothing is created or changed
-    there."""
+    """Opens the store at a path or address; `read_only` creates and changes nothing."""
     timeout = WRITE_SECONDS if timeout is None else timeout
     if isinstance(target, Path):
         from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
@@ -111,8 +107,7 @@ def without_password(address: Path | str) -> str:
 
 
 def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """Returns the measurements of these kernels in their present builds, stored and unsaved, and
-    what went wrong."""
+    """Returns the measurements of these kernels' present builds, unsaved too, and problems."""
     days = policy.setting("perfdb_ttl")
     since = state.now() - days * DAY if days else 0.0
     view, trouble = _read(policy, kernels, since)
@@ -149,8 +144,7 @@ def _read(policy: Policy, kernels: Sequence[Kernel],
 
 
 class DamagedRows:
-    """Called when a view meets damage: while it is loaded, or later during a selection, which goes
-    on without those rows."""
+    """Called when a view meets damage, on loading or in a selection, which goes on without it."""
 
     def __init__(self, target: Path | str) -> None:
         self.target = target
@@ -198,8 +192,7 @@ class MeasuredWorld(Protocol):
 
 
 def reload_if_needed(old: MeasuredWorld, new: MeasuredWorld) -> tuple[PerfView, list[Event]]:
-    """Returns the measurements for the settings and kernels of `new`: its own where nothing
-    changed."""
+    """Returns the measurements for the settings and kernels of `new`, its own if unchanged."""
     names = ("perfdb", "perfdb_ttl")
     if any(old.policy.setting(name) != new.policy.setting(name) for name in names):
         return load(new.policy, new.catalog.kernels)

@@ -35,8 +35,7 @@ _ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMO
                 Category.DATA)
 _QUOTES_OTHERS = (Category.HEALTH, Category.CALLER, Category.DATA, Category.SOFTWARE)
 
-# Every pattern begins where a word begins and is linear in the text: a message may be as long as a
-# prompt.
+# Patterns begin where a word begins and are linear: a message may be as long as a prompt.
 _KEYS = re.compile(
     r"(?i)(?<![\w/\\])(password|passwd|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
     r"(['\"]?\s*[=:]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",;]+")
@@ -108,8 +107,7 @@ def event(original: Event) -> Event:
 
 
 def reason(original: Reason) -> Reason:
-    """Returns the reason with its code; `got` is hidden if it is a size, or a text that others
-    wrote."""
+    """Returns the reason with its code; `got` is hidden if a size or a foreign text."""
     category = original.code.category
     if original.sentence and _active:          # a sentence of our own: its numbers are sizes
         sentence = "" if "shapes" in _active else text(original.sentence)
@@ -214,8 +212,7 @@ def _known_folders() -> list[str]:
 
 
 def _hide_size(match: re.Match[str]) -> str:
-    """Hides the number in `hidden=128` and `got 128`, but not in the fields of events
-    themselves."""
+    """Hides the number in `hidden=128` and `got 128`, but not in fields of events."""
     name, sign, _ = match.groups()
     if sign == " ":
         return f"{name} {SHAPE}" if name in ("got", "is", "of", "for") else match[0]

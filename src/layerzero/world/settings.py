@@ -111,8 +111,7 @@ def get_locks() -> dict[str, dict[str, Any]]:
 
 
 def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None,
-           seconds: float | None = None,
-           **settings: Any) -> AbstractContextManager[Override]:
+           seconds: float | None = None, **settings: Any) -> AbstractContextManager[Override]:
     """In this block, for this task or thread: these kernels first where they can serve.
 
     Also takes settings.

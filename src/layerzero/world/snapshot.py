@@ -169,8 +169,7 @@ class World:
         return roster  # type: ignore[no-any-return]
 
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None,
-             thorough: bool = False,
-             compiled: bool = False) -> Plan:
+             thorough: bool = False, compiled: bool = False) -> Plan:
         """Returns the plan of a call. `compiled`: as if every JIT kernel were compiled already."""
         context = self.selection_context(facts["device"], override)
         if compiled:
@@ -185,9 +184,7 @@ class World:
 
     def replace(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
         """Returns this world with changes and a new epoch; only what is still valid stays cached.
-
-        `ops`: those that the change concerns, if not all of them; the others keep their caches.
-        """
+        `ops`: those that the change concerns, if not all of them; the others keep their caches."""
         epoch = self.epoch + 1
         if ops is None:
             kept_keys: tuple[Any, ...] = (() if changes.keys() & {"catalog", "unloadable"}
@@ -209,19 +206,16 @@ class World:
                        **changes)
 
     def version(self, op: str) -> int:
-        """Returns the epoch of the last change that concerned `op`: what was cached since then is
-        valid."""
+        """Returns the epoch of the last change that concerned `op`; later caches are valid."""
         return max(self.changed, self.changed_for.get(op, 0))
 
     def ops_of(self, group: str) -> frozenset[str]:
-        """Returns the ops that a breaker concerns: those of a library's kernels, or of one
-        kernel."""
+        """Returns the ops that a breaker concerns: a library's kernels', or one kernel's."""
         return frozenset(k.op.name for k in self.catalog.kernels if group in (k.health, k.id))
 
     @property
     def next_deadline(self) -> float | None:
-        """Returns when something changes with time: a policy expires, a breaker cools, caches
-        expire, a file is due."""
+        """Returns when time changes something: a policy, a breaker, a cache or a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
         times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_check(),
                  min(self.refused_until.values(), default=None),
@@ -238,8 +232,7 @@ def _still_valid(key: Any, ops: Collection[str]) -> bool:
 
 
 def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
-    """Returns the tests in a kernel's rules; alignment that no CPU kernel tests is marked OFF_CPU.
-    """
+    """Returns the tests in a kernel's rules; alignment no CPU kernel tests is OFF_CPU."""
     tests = _tests.get(kernel)
     if tests is None:
         off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
@@ -255,8 +248,7 @@ _tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """Returns what the rule says of every call on the CPU; None if that depends on more than the
-    device."""
+    """Returns what the rule says of every CPU call; None if that depends on more."""
     return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 

@@ -95,8 +95,7 @@ class ActiveTable:
 
     def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any],
              context: SelectionContext, thorough: bool) -> Plan:
-        """Returns the table's plan; where it has none, the engine's, with the reason in
-        `missed`."""
+        """Returns the table's plan; else the engine's, with the reason in `missed`."""
         missed = self.drift(catalog, context.policy)
         steps = None if missed is not None else self.table.steps(op.name, facts)
         if missed is None and steps is None:
@@ -114,8 +113,7 @@ class ActiveTable:
             refused = [s.workspace for s in steps or () if s not in usable
                        and s.workspace > context.headroom()]
             return Plan(op.name, facts, usable, (), policy.hash, lock.origin if lock else "",
-                        table=self.table.id,
-                        refused_workspace=min(refused, default=0))
+                        table=self.table.id, refused_workspace=min(refused, default=0))
         full = select(op, roster, facts, context, True)
         scored = {s.kernel: s for s in full.steps}
         listed = {s.kernel for s in usable}
@@ -134,10 +132,8 @@ class ActiveTable:
         return None
 
     def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any],
-                      context: SelectionContext,
-                      named: bool) -> tuple[Step, ...]:
-        """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
-        change without drift."""
+                      context: SelectionContext, named: bool) -> tuple[Step, ...]:
+        """Returns the steps that can serve now: health, loading and memory change without drift."""
         viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, context, named)
         return tuple(s for s in steps if s.kernel in viable
                      and not demands.refuses(viable[s.kernel])

@@ -18,47 +18,56 @@ FORBIDDEN = ("flash_attn", "flash_attn_interface", "xformers", "triton", "flashi
              "opentelemetry")
 
 
-def modules_after(code: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-c",
-                           f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
-                          capture_output=True, text=True, timeout=240, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+# one process in all: what is imported, and whether a GPU is started, step by step
+STEPS = """
+import json, sys
+loaded = lambda: sorted(sys.modules)
+import torch
+steps = {"torch": loaded()}
+import layerzero
+steps["import"] = loaded()
+layerzero.rms_norm(torch.ones(2, 8))
+steps["call"] = loaded()
+layerzero.list_kernels(device="cpu")
+print(json.dumps({**steps, "gpu": torch.cuda.is_initialized()}))
+"""
 
 
 @pytest.fixture(scope="module")
-def torch_alone() -> set[str]:
-    return modules_after("import torch")
+def steps() -> dict:
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True,
+                          timeout=240, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def new_modules(steps: dict, step: str) -> set[str]:
+    return set(steps[step]) - set(steps["torch"])
 
 
 def of(roots: tuple[str, ...], modules: set[str]) -> set[str]:
     return {m for m in modules if any(m == root or m.startswith(root + ".") for root in roots)}
 
 
-def test_import_brings_no_library(torch_alone):
-    new = modules_after("import layerzero") - torch_alone
+def test_import_brings_no_library(steps):
+    new = new_modules(steps, "import")
     assert "layerzero.dispatch.dispatcher" in new
     assert of(FORBIDDEN, new) == set()
 
 
-def test_import_reads_no_backend_file(torch_alone):
+def test_import_reads_no_backend_file(steps):
     """They are read on the first call or question, not before."""
-    new = modules_after("import layerzero") - torch_alone
+    new = new_modules(steps, "import")
     assert {m for m in new if m.startswith("layerzero.backends.")} == set()
 
 
-def test_a_call_on_the_cpu_brings_no_library(torch_alone):
-    new = modules_after(
-        "import torch, layerzero\nlayerzero.rms_norm(torch.ones(2, 8))") - torch_alone
+def test_a_call_on_the_cpu_brings_no_library(steps):
+    new = new_modules(steps, "call")
     assert any(m.startswith("layerzero.backends.") for m in new)
     assert of(FORBIDDEN, new) == set()
 
 
-def test_import_starts_no_gpu():
-    code = ("import torch, layerzero; layerzero.list_kernels(device='cpu'); "
-            "print(torch.cuda.is_initialized())")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
-                          check=True)
-    assert done.stdout.strip() == "False"
+def test_neither_import_nor_a_call_on_the_cpu_starts_a_gpu(steps):
+    assert steps["gpu"] is False
 
 
 def test_every_public_name_is_there():

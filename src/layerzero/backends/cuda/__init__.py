@@ -73,8 +73,7 @@ def _sample() -> Callable[..., Any]:
 
 
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float,
-            overhead_us: float,
-            *requires: r.Condition, **more: Any) -> Kernel:
+            overhead_us: float, *requires: r.Condition, **more: Any) -> Kernel:
     return Kernel(f"cuda.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
                   package="layerzero.backends.cuda", distribution="layerzero", built=compiler.ready,
                   prior=prior, overhead_us=overhead_us, differentiable=False, traceable=False,
@@ -88,8 +87,7 @@ def _read_in_place(tensor: str) -> tuple[r.Condition, ...]:
 
 
 def _few_rows(tokens: str, limit: int) -> tuple[r.Condition, ...]:
-    """Returns rules for group * tokens <= most: a rule reads one fact, so there is one per number
-    of tokens."""
+    """Returns rules for group * tokens <= most, one per number of tokens: a rule reads one fact."""
     # tokens -> the smallest group that allows no more
     allowed = {limit // group: group for group in range(limit, 0, -1)}
     return (r.at_most("group", limit), r.at_most(tokens, limit, Code.SEQ_LEN_UNSUPPORTED),
@@ -127,8 +125,7 @@ PAGES: tuple[r.Condition, ...] = (             # how both read a paged cache
 
 
 def _decode_shared(rows: str) -> str:
-    """Returns decode.shared_bytes for two warps and two stages; the launcher uses as many as
-    fit."""
+    """Returns decode.shared_bytes for two warps and stages; the launcher uses as many as fit."""
     return (f"256 * head_dim + (({rows}) + 7) // 8 * 16 * head_dim + ({rows}) * (4 * head_dim + "
             "192) + 16")
 
@@ -136,8 +133,7 @@ def _decode_shared(rows: str) -> str:
 # shared memory of the small configurations of attention/grouped, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
-# Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and
-# scales.
+# Of gemv.cu: x, split over the largest cluster, and tiles of weight, sums and scales.
 GEMV_SHARED = ("(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features "
                "// 4 + 73728")
 
@@ -182,8 +178,7 @@ KERNELS = (
             note="each KV head is a cluster of blocks that meet in shared memory; nothing goes "
                  "through global memory"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 10.0, 20.0,
-            *_decode_rules("max_seqlen_q"),
-            *BATCH, *PAGES, variants=("NHD", "HND"),
+            *_decode_rules("max_seqlen_q"), *BATCH, *PAGES, variants=("NHD", "HND"),
             shared_memory=_decode_shared("group * max(max_seqlen_q, 1)"),
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("paged_attention_shared", paged_attention, _paged_attention_shared, 5.0, 40.0,

@@ -55,8 +55,7 @@ PORTABLE_CLUSTER = 8
 
 @lru_cache(maxsize=None)
 def nvrtc_path() -> str:
-    """Returns the library that torch would use, as a path or a name that the loader finds; "" if
-    there is none."""
+    """Returns the path or name of the library that torch would use; "" if there is none."""
     majors = (torch.version.cuda.partition(".")[0],) if torch.version.cuda else MAJORS
     wheels = importlib.util.find_spec("nvidia")
     homes = ([home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
@@ -124,8 +123,7 @@ def header_folders(source: Path) -> tuple[Path, ...]:
 
 
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
-    """Returns the machine code of a file of this folder; from disk if any process compiled it
-    before."""
+    """Returns the machine code of a file of this folder, from disk if it was compiled before."""
     path = FOLDER / source
     text = path.read_bytes()
     headers = {p.name: p.read_bytes() for folder in header_folders(Path(source))
@@ -193,8 +191,7 @@ def _compile(name: str, text: bytes, headers: Mapping[str, bytes],
 
 
 def _compile_error(name: str, version: str, options: tuple[str, ...], log: str) -> str:
-    """Returns the error message; its first line, which is all that a plan shows, has the first
-    error."""
+    """Returns the error message; a plan shows only its first line, which has the first error."""
     lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line), lines[0] if lines
                  else "no word of why")
@@ -325,8 +322,7 @@ _device_count = lru_cache(maxsize=None)(torch.cuda.device_count)
 # Launching
 
 class _Slot:
-    """The arguments of a driver launch. One per thread, as others may launch the same kernel
-    concurrently."""
+    """The arguments of a driver launch, one per thread: others may launch the kernel meanwhile."""
 
     __slots__ = ("attribute", "call", "config", "function", "params", "place")
 
@@ -379,8 +375,7 @@ class CompiledCuda:
         return device
 
     def handle(self, device: int) -> tuple[int, int]:
-        """Returns the addresses of the driver's launch and of the function, which must be
-        loaded."""
+        """Returns the addresses of the driver's launch and of the function, once it is loaded."""
         call = ctypes.cast(driver().cuLaunchKernelEx, c_void_p)
         return call.value or 0, self._functions[device].value or 0
 
@@ -448,8 +443,7 @@ class CompiledCuda:
         with outside_captures():
             code = (driver().cuModuleLoadData(byref(module), image)
                     or driver().cuModuleGetFunction(byref(function), module, self.name.encode())
-                    # For any size: it also makes the driver load the code now, not at the first
-                    # launch.
+                    # For any size: it makes the driver load the code now, not at a launch.
                     or driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared)
                     or (self.cluster > PORTABLE_CLUSTER
                         and driver().cuFuncSetAttribute(function, ANY_CLUSTER_SIZE, 1)))

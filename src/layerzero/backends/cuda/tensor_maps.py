@@ -1,5 +1,4 @@
-"""Descriptions by which one copy instruction of Hopper reads a box of a matrix (CUtensorMap of the
-driver)."""
+"""Descriptions by which one copy instruction of Hopper reads a box of a matrix (CUtensorMap)."""
 
 from __future__ import annotations
 

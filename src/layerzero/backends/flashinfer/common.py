@@ -29,8 +29,7 @@ def ready() -> bool | Reason:
 
 
 def compiled() -> tuple[str, ...]:
-    """Returns the modules in FlashInfer's cache and in the package; others are compiled when first
-    called."""
+    """Returns the modules in FlashInfer's cache and package; others are compiled when called."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE")
                 or Path.home()) / ".cache" / "flashinfer"
     return (

@@ -62,8 +62,7 @@ def _decode() -> Callable[..., Any]:
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
             scale: float | None = None, *, layout: str = "bhsd", window_left: int = -1,
-            window_right: int = -1, softcap: float = 0.0,
-            return_lse: bool = False) -> Any:
+            window_right: int = -1, softcap: float = 0.0, return_lse: bool = False) -> Any:
         result = decode(query.flatten(0, 2), key[0], value[0], kv_layout="HND" if layout == "bhsd"
                         else "NHD", sm_scale=scale, window_left=window_left,
                         logits_soft_cap=softcap, return_lse=return_lse)
@@ -222,8 +221,7 @@ KERNELS = (
         note="without tensor cores; with many query heads for a KV head prefill_fa2 is the quicker "
              "one"),
     Kernel("flashinfer.rms_norm", rms_norm, _rms_norm, (*NORM, r.one_of("offset", 0.0, 1.0)),
-           prior=5.0,
-           overhead_us=12.0, **TESTED),
+           prior=5.0, overhead_us=12.0, **TESTED),
     Kernel("flashinfer.add_rms_norm", add_rms_norm, _add_rms_norm, (
         *NORM, r.contiguous("residual"), r.aligned("residual", 16)), prior=2.5, overhead_us=20.0,
            **TESTED,

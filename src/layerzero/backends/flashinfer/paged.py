@@ -60,8 +60,7 @@ class Plans:
 
     def get(self, config: Any, tensors: tuple[Tensor, ...],
             plan: Callable[[Any], Tensor | None]) -> _Plan:
-        """Returns the plan for this configuration and these tensors; `plan(wrapper)` plans and
-        returns dead rows."""
+        """Returns the plan for these tensors; `plan(wrapper)` makes it and returns dead rows."""
         key = (config, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
         versions = _versions(tensors)
         cached = self._plans.pop(key, None)
@@ -99,8 +98,7 @@ def _plans_of(kind: tuple[Any, ...], device: torch.device, make: Callable[[Tenso
 
 
 class Csr(NamedTuple):
-    """A page table in FlashInfer's CSR form; lengths and starts on the host, page ids on the
-    device."""
+    """A page table in FlashInfer's CSR form: lengths and starts on the host, ids on the device."""
 
     starts_q: Tensor
     indptr: Tensor
@@ -135,8 +133,7 @@ def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor,
 
 
 def _finish(result: Any, dead: Tensor | None, return_lse: bool, factor: float) -> Any:
-    """Sets rows that see no key to zero and their log-sum-exp to -inf, and converts it to natural
-    logarithms."""
+    """Zeroes rows that see no key (log-sum-exp -inf) and converts it to natural logarithms."""
     out, lse = result if return_lse else (result, None)
     if dead is not None:
         out.masked_fill_(dead[:, None, None], 0.0)
@@ -173,8 +170,7 @@ def _paged(library: str) -> Callable[..., Any]:
 
         def plan(wrapper: Any) -> Tensor | None:
             table = to_csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
-                           page_size, is_causal,
-                           max_seqlen_q)
+                           page_size, is_causal, max_seqlen_q)
             if library == "decode":
                 wrapper.plan(table.indptr, table.indices, table.last, heads, kv_heads, head_dim,
                              page_size, **config)
@@ -208,8 +204,7 @@ def _paged_prefill_fa3() -> Callable[..., Any]:
 
 
 def _paged_xqa() -> Callable[..., Any]:
-    """Needs no plan: lengths and pages are read on the device, so one capture serves every
-    length."""
+    """Needs no plan: lengths and pages are read on the device; one capture serves every length."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache as xqa
 
     # per device and stream; its semaphores return to zero
@@ -296,8 +291,7 @@ def _mla(library: str) -> Callable[..., Any]:
 
         def plan(wrapper: Any) -> Tensor | None:
             table = to_csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
-                           ckv_cache.shape[1],
-                           is_causal, max_seqlen_q)
+                           ckv_cache.shape[1], is_causal, max_seqlen_q)
             wrapper.plan(metadata=MLAPlanMetadata.csr(table.starts_q, table.indptr, table.indices,
                                                       table.lengths),
                          query_layout="split", kv_cache_layout="split", **config)
@@ -309,8 +303,7 @@ def _mla(library: str) -> Callable[..., Any]:
         with plans.lock:
             planned = plans.get((tokens, *config.values()), tensors, plan)
             result = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache),
-                                         return_lse=return_lse,
-                                         return_lse_base_on_e=return_lse)
+                                         return_lse=return_lse, return_lse_base_on_e=return_lse)
         return _finish(result, planned.dead, return_lse, 1.0)
 
     return run
@@ -387,11 +380,9 @@ KERNELS = (
     Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0,
            overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0,
-           overhead_us=60.0,
-           **_PLANNED),
+           overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0,
            **_PLANNED),
     Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0,
-           overhead_us=60.0,
-           **_PLANNED),
+           overhead_us=60.0, **_PLANNED),
 )

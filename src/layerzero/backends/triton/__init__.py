@@ -150,49 +150,26 @@ def _quantize() -> Callable[..., Any]:
     return quantize
 
 
-def _attention_half() -> Callable[..., Any]:
-    return partial(_attention(), programs=0.5)
+def _with_programs(load: Callable[[], Callable[..., Any]], name: str,
+                   share: float) -> Callable[[], Callable[..., Any]]:
+    """Returns a loader of `share` as many programs, a global so that a descriptor can name it."""
+    def variant() -> Callable[..., Any]:
+        return partial(load(), programs=share)
 
-
-def _attention_double() -> Callable[..., Any]:
-    return partial(_attention(), programs=2.0)
-
-
-def _paged_attention_half() -> Callable[..., Any]:
-    return partial(_paged_attention(), programs=0.5)
-
-
-def _paged_attention_double() -> Callable[..., Any]:
-    return partial(_paged_attention(), programs=2.0)
-
-
-def _linear_half() -> Callable[..., Any]:
-    return partial(_linear(), programs=0.5)
-
-
-def _linear_double() -> Callable[..., Any]:
-    return partial(_linear(), programs=2.0)
-
-
-def _quantized_linear_half() -> Callable[..., Any]:
-    return partial(_quantized_linear(), programs=0.5)
-
-
-def _quantized_linear_double() -> Callable[..., Any]:
-    return partial(_quantized_linear(), programs=2.0)
+    variant.__name__ = variant.__qualname__ = f"{load.__name__}_{name}"
+    globals()[variant.__name__] = variant
+    return variant
 
 
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float,
-            overhead_us: float,
-            *requires: r.Condition, **more: Any) -> Kernel:
+            overhead_us: float, *requires: r.Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
                   package="triton", prior=prior, overhead_us=overhead_us, traceable=False, jit=True,
                   **{"replayable": True, "differentiable": False, **more})
 
 
 def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
-    """At most 64 query rows per KV head, with the group rounded up to a power of two; a rule reads
-    one fact."""
+    """At most 64 query rows per KV head, the group rounded up: rules that each read one fact."""
     return (r.at_most(tokens, 64, Code.SEQ_LEN_UNSUPPORTED), r.at_most("group", 64),
             *(r.when(r.at_least("group", 64 // (2 * most) + 1),
                      r.at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
@@ -200,8 +177,7 @@ def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
 
 
 def _power_of_two(fact: str, maximum: int) -> str:
-    """Returns an expression for the next power of two, from 16 to `maximum`: the sizes of Triton's
-    tiles."""
+    """Returns an expression for the next power of two in [16, `maximum`], a tile's size."""
     steps = [1 << n for n in range(4, maximum.bit_length() - 1)]
     return "(" + " + ".join(["16", *(f"{n} * ({fact} > {n})" for n in steps)]) + ")"
 
@@ -214,8 +190,7 @@ def _decode_shared(tokens: str) -> str:
     return f"2 * {block} * ({dim} + {dim_v}) + 2 * {rows} * ({dim} + {block}) + 16 * {block}"
 
 
-# For several rows four stages of 64 x 128 of the weight and 128 x 16 of x; for one row the
-# reduction over threads.
+# Several rows: four stages of 64 x 128 of the weight and 128 x 16 of x; one row: a reduction.
 GEMV_SHARED = "8192 + 81920 * (rows > 1)"
 SMALL_SHARED = "16384"         # for reductions and layout conversions only
 # Stages of 128 x 64 of x and of the weight in half types; fewer rows or columns in float32.
@@ -362,8 +337,7 @@ DEFAULTS = (
             r.absent("temperature_rows.dtype"), r.absent("top_k_rows.dtype"),
             r.absent("top_p_rows.dtype"), r.absent("min_p_rows.dtype"),
             r.differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
-            shared_memory=SMALL_SHARED,
-            less_work="finds where top-k and top-p cut without a sort"),
+            shared_memory=SMALL_SHARED, less_work="finds where top-k and top-p cut without a sort"),
     _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, r.unit_stride("q"), r.unit_stride("k"),
             r.unit_stride("cos"), r.unit_stride("sin"), r.at_most("heads", MAX_GRID),
             r.at_most("half", 1024), variants=("bhsd", "bshd"),
@@ -404,20 +378,18 @@ DEFAULTS = (
 )
 
 # Ranked after the defaults if nothing was measured.
-PROGRAM_VARIANTS: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
-    ("triton.attention_decode", "half", _attention_half),
-    ("triton.attention_decode", "double", _attention_double),
-    ("triton.paged_attention_decode", "half", _paged_attention_half),
-    ("triton.paged_attention_decode", "double", _paged_attention_double),
-    ("triton.linear_gemv", "half", _linear_half), ("triton.linear_gemv", "double", _linear_double),
-    ("triton.quantized_linear_gemv", "half", _quantized_linear_half),
-    ("triton.quantized_linear_gemv", "double", _quantized_linear_double))
+PROGRAM_VARIANTS = tuple(
+    (kernel, name, _with_programs(load, name, share))
+    for kernel, load in (("triton.attention_decode", _attention),
+                         ("triton.paged_attention_decode", _paged_attention),
+                         ("triton.linear_gemv", _linear),
+                         ("triton.quantized_linear_gemv", _quantized_linear))
+    for name, share in (("half", 0.5), ("double", 2.0)))
 # Counters and streams are those of torch.cuda, which on AMD is HIP's; where neither is needed,
 # Intel is served too. `sample` calls a function of CUDA's libdevice, so it stays with NVIDIA.
 AMD: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("amd"), r.generations("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"))
-AMD_OR_INTEL: tuple[r.Condition, ...] = (
-    r.device("cuda", "xpu"), r.vendor("amd", "intel"))
+AMD_OR_INTEL: tuple[r.Condition, ...] = (r.device("cuda", "xpu"), r.vendor("amd", "intel"))
 PORTABLE: tuple[tuple[str, tuple[r.Condition, ...]], ...] = (
     ("attention_decode", AMD), ("paged_attention_decode", AMD), ("grouped_attention", AMD),
     ("linear_gemv", AMD), ("quantized_linear_gemv", AMD), ("rms_norm", AMD_OR_INTEL),

@@ -36,8 +36,7 @@ def driver() -> Any:
 
 
 def parameter_sizes(function: int) -> tuple[int, ...] | None:
-    """Returns the bytes of each parameter of a loaded function; None if the driver (before CUDA
-    12.4) cannot tell."""
+    """Returns the bytes of each parameter of a loaded function; None before CUDA 12.4."""
     get_info = getattr(driver(), "cuFuncGetParamInfo", None)
     if get_info is None:
         return None
@@ -50,8 +49,7 @@ def parameter_sizes(function: int) -> tuple[int, ...] | None:
 
 def launch(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
            hooks: tuple[list[Any], ...]) -> Launch | str:
-    """Returns the launch of a CompiledKernel with these run-time arguments, or why it is left to
-    Triton."""
+    """Returns the launch of a CompiledKernel with these arguments, or why Triton does it."""
     metadata = compiled.metadata
     unusual = [name for name in UNUSUAL if getattr(metadata, name, None)]
     if unusual or getattr(metadata, "num_ctas", 1) != 1:
@@ -96,10 +94,7 @@ def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...],
 
 def _bound(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) -> Varying | None:
     """Returns the range in which the specialization is the same: 32 bits stay 32, multiples of 16
-    stay multiples.
-
-    None if there is no other value.
-    """
+    stay multiples. None if there is no other value."""
     if v.field < 0:
         return v
     now = args[v.field]

@@ -32,10 +32,7 @@ def _round(x):
 @triton.jit
 def _e4m3(x):
     """Encodes |x| <= 448 as a byte: sign, four bits of exponent, three of mantissa; below 2^-6 in
-    steps of 2^-9.
-
-    Done by hand, since not every GPU that runs Triton has a cast to this type.
-    """
+    steps of 2^-9. Done by hand, since not every GPU that runs Triton has a cast to this type."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # three bits of mantissa, ties to even
@@ -51,8 +48,7 @@ def quantize_kernel(
     SHARED: tl.constexpr, SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr,
     ROWS_POW: tl.constexpr,
 ):
-    """Quantizes blocks of SIZE columns and ROWS rows, or one scale per row. Grid: blocks of rows,
-    groups, batch."""
+    """Quantizes blocks of SIZE columns and ROWS rows, or rows. Grid: row blocks, groups, batch."""
     group, block, batch = tl.program_id(1), tl.program_id(0), tl.program_id(2).to(tl.int64)
     inner = tl.arange(0, ROWS_POW)
     row = (block * ROWS + inner).to(tl.int64)
@@ -98,8 +94,7 @@ def _inverse(largest: float) -> float:
 
 
 def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *,
-             block_rows: int = 1,
-             scales: Tensor | None = None) -> Any:
+             block_rows: int = 1, scales: Tensor | None = None) -> Any:
     return encode(x, format, granularity, block_size, block_rows, scales)
 
 

@@ -47,12 +47,10 @@ def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
     if ASM:
         low = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x78000, $2, 0xEA;", "=r,r,r",
-            [word, tl.full(word.shape, 0x43800000, tl.int32)],
-            dtype=tl.int32, is_pure=True, pack=1)
+            [word, tl.full(word.shape, 0x43800000, tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
         high = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x780000, $2, 0xEA;", "=r,r,r",
-            [word, tl.full(word.shape, 0x41800000, tl.int32)],
-            dtype=tl.int32, is_pure=True, pack=1)
+            [word, tl.full(word.shape, 0x41800000, tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
     else:
         low, high = (word & 0x78000) | 0x43800000, (word & 0x780000) | 0x41800000
     # 256 + n, 16 + n
@@ -62,8 +60,7 @@ def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
 
 @triton.jit
 def _load_eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
-    """Loads the eight inputs for the codes of each of `word` (quads, 4), as eight tensors of that
-    shape."""
+    """Loads the eight inputs for the codes of each of `word` (quads, 4), as eight such tensors."""
     column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     x = _load_x(x_ptr, column, K, EVEN)
     even, odd = tl.split(tl.reshape(x, (word.shape[0], 4, 4, 2)))
@@ -94,8 +91,7 @@ def one_row_kernel(
     SCALED: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     STAGES: tl.constexpr, WAIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):
-    """Multiply by weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for
-    the whole row."""
+    """Multiply by weights of floats or one-byte codes. GROUP: inputs per scale, 0 for the row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end are clamped, and not stored
     source = tl.minimum(row, n - 1).to(tl.int64)
@@ -137,8 +133,7 @@ def _load_int4(
     w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """Loads the words (rows, quads, 4) from `first` on, and scale and zero of each quad: its 32
-    codes share a group."""
+    """Loads the words (rows, quads, 4) from `first` on, and each quad's scale and zero."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     quad = tl.arange(0, QUADS)
@@ -212,8 +207,7 @@ def one_row_int4_kernel(
                 GROUP, ZEROS, QUADS)
             part = _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
             _store_row(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr,
-                       out_ptr, GROUP == 0,
-                       BIAS)
+                       out_ptr, GROUP == 0, BIAS)
             w, scale, zero = w_next, scale_next, zero_next
     else:
         for block in range(begin, blocks, step):
@@ -222,8 +216,7 @@ def one_row_int4_kernel(
             total = tl.zeros((BLOCK_N, QUADS), tl.float32)
             for first in range(0, words, 4 * QUADS):
                 w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
-                                            K, GROUP, ZEROS,
-                                            QUADS)
+                                            K, GROUP, ZEROS, QUADS)
                 x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, first + word, K, even)
                 total += _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP,
                                         ZEROS, ASM)
@@ -298,10 +291,8 @@ class Config(NamedTuple):
 
 def config(rows: int, n: int, width: int, int4: bool, device: torch.device,
            programs: float = 1.0) -> Config:
-    """Returns the launch configuration; `width`: elements in a row of the weight.
-
-    `programs` is a multiple of what was fastest on an H200, for tuning.
-    """
+    """Returns the launch configuration; `width`: elements in a row of the weight. `programs` is a
+    multiple of what was fastest on an H200, for tuning."""
     processors, _ = device_size(device)
     # enough threads to hold all of x, if possible
     if rows == 1 and int4:

@@ -32,8 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(rows: int, itemsize: int) -> Tile:
-    """Returns a tile of at least 64 rows: with fewer, another instruction of Hopper's would be
-    used."""
+    """Returns a tile of at least 64 rows: fewer would use another instruction of Hopper."""
     if itemsize == 4:                              # no tensor cores: float32 is not rounded to TF32
         return Tile(64, 32, 4, 2) if rows <= FEW_ROWS else Tile(64, 64, 4, 2)
     return Tile(64, 32, 4, 5) if rows <= FEW_ROWS else Tile(128, 128, 8, 3)
@@ -45,8 +44,7 @@ def product_kernel(
     K: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Programs of GROUP blocks of rows go through the columns together, so that the weight is read
-    from the cache."""
+    """Programs of GROUP row blocks go through the columns together: the weight stays in cache."""
     blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     program = tl.program_id(0)
     first = program // (GROUP * blocks_n) * GROUP

@@ -54,8 +54,7 @@ class LoadedSpecialization:
 
 
 class LaunchCounts(NamedTuple):
-    """Statistics of one function: launches of loaded specializations, and specializations by their
-    source."""
+    """Statistics of one function: launches by loaded specialization, specializations by source."""
 
     hits: int
     compiled: int
@@ -107,10 +106,7 @@ class Launcher:
     def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
                  varying: tuple[Varying, ...] = ()) -> None:
         """Launches with `args`, the run-time arguments in order, and `meta`, the constants,
-        num_warps and the like.
-
-        `varying`: which of `args`, by index, may differ in a replay.
-        """
+        num_warps and the like. `varying`: which of `args`, by index, may differ in a replay."""
         types = tuple(map(type, args))
         reader = self._readers.get(types)
         if reader is None and types not in self._readers:
@@ -132,8 +128,7 @@ class Launcher:
         size = len(grid)
         full = grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
         ready.run(*full, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed,
-                  None, None, None,
-                  *values, *ready.constants)
+                  None, None, None, *values, *ready.constants)
         if watcher is not None:
             hooks = hook_lists(self.fn)
             launch = (bare.launch(self.fn, ready.compiled, full, args, varying, hooks) if hooks
@@ -174,8 +169,7 @@ class Launcher:
         cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
         event = LoadedSpecialization(self.name, cache, time.perf_counter() - start,
-                                     compiled.metadata.shared,
-                         compiled.metadata.num_warps)
+                                     compiled.metadata.shared, compiled.metadata.num_warps)
         for listener in listeners:
             listener(event)
         (replay.waiting.add if "griddepcontrol.wait" in str(compiled.asm.get("ptx", ""))
@@ -185,8 +179,7 @@ class Launcher:
                       compiled)
 
     def _reader(self, types: tuple[type, ...]) -> Callable[..., Any] | None:
-        """Generates a function of the arguments that returns (what their specialization depends on,
-        what to pass)."""
+        """Generates a function of the arguments: (what specialization reads, what to pass)."""
         if len(types) != self._runtime:
             return None
         names = [f"a{i}" for i in range(len(types))]
@@ -229,8 +222,7 @@ def blocks_of(meta: Mapping[str, Any]) -> list[str]:
 
 
 def checked_grid(name: str, grid: Sequence[int], device: int | None) -> tuple[int, ...]:
-    """Returns the grid; raises LaunchRefused if it exceeds the device's limits. `device` None: the
-    interpreter."""
+    """Returns the grid; LaunchRefused beyond the device's limits. `device` None: interpreter."""
     if len(grid) == 1 and type(grid[0]) is int and 0 < grid[0] < INT32_END:
         return grid[0],
     reasons = grid_problems(grid, LaunchLimits() if device is None else limits_of(device))
@@ -247,16 +239,14 @@ def _runtime_parameters(fn: Any) -> int:
 
 
 def _has_hooks() -> bool:
-    """Returns whether launch hooks are set. Before Triton 3.5 a hook was a function or None, later
-    it is a chain."""
+    """Returns whether launch hooks are set: before Triton 3.5 a function or None, later a chain."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool((enter is not None and getattr(enter, "calls", True))
                 or (leave is not None and getattr(leave, "calls", True)))
 
 
 def hook_lists(fn: Any) -> tuple[list[Any], ...]:
-    """Returns the lists of launch hooks, to be checked in a replay; () before Triton 3.5, where
-    hooks are not lists."""
+    """Returns the lists of launch hooks, to be checked in a replay; () before Triton 3.5."""
     chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     lists = [*(getattr(chain, "calls", None) for chain in chains), fn.pre_run_hooks]
     usable = tuple(hooks for hooks in lists if type(hooks) is list)
@@ -265,8 +255,7 @@ def hook_lists(fn: Any) -> tuple[list[Any], ...]:
 
 @contextmanager
 def _compilations(cache_hits: list[bool]) -> Iterator[None]:
-    """Appends to `cache_hits`, for each compilation inside the block, whether it was in the disk
-    cache."""
+    """Appends to `cache_hits`, per compilation inside the block, whether the disk cache had it."""
     with _listener_lock:
         previous = knobs.compilation.listener
 

@@ -246,8 +246,7 @@ def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def launch(x: Tensor, codes: Codes, bias: Tensor | None,
-           chosen: Config | None = None) -> Tensor:
+def launch(x: Tensor, codes: Codes, bias: Tensor | None, chosen: Config | None = None) -> Tensor:
     """Multiplies at most 64 rows; `chosen` is for benchmarks."""
     k, weight = x.shape[-1], codes.weight
     n, flat = len(weight), x.reshape(-1, k)

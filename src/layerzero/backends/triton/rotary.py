@@ -74,16 +74,13 @@ def rope_kernel(
     if block < q_blocks:
         _rotate_heads(q_ptr + batch * q_batch + position * q_token,
                       to_q_ptr + batch * to_q_batch + position * to_q_token,
-                      block * HEADS + tl.arange(0,
-                                                HEADS), heads, cos, sin, q_head, to_q_head, HALF,
-                                                DIM, HALF_POW, REST_POW,
-                      INTERLEAVED)
+                      block * HEADS + tl.arange(0, HEADS), heads, cos, sin, q_head, to_q_head, HALF,
+                      DIM, HALF_POW, REST_POW, INTERLEAVED)
     else:
         _rotate_heads(k_ptr + batch * k_batch + position * k_token,
                       to_k_ptr + batch * to_k_batch + position * to_k_token,
                       (block - q_blocks) * HEADS + tl.arange(0, HEADS), kv_heads, cos, sin, k_head,
-                      to_k_head, HALF, DIM,
-                      HALF_POW, REST_POW, INTERLEAVED)
+                      to_k_head, HALF, DIM, HALF_POW, REST_POW, INTERLEAVED)
 
 
 launch = Launcher(rope_kernel)
@@ -117,16 +114,14 @@ def rotate(q: Tensor, k: Tensor | None, to_q: Tensor, to_k: Tensor | None, cos: 
     launch((batch * seq, q_blocks + -(-kv_heads // block)), (
         q, other, to_q, to_other, cos, sin, cos if position_ids is None else position_ids, seq,
         cos.shape[-2], heads, kv_heads, q_blocks, *strides(q), *strides(other), *strides(to_q),
-        *strides(to_other), *table(cos), *table(sin),
-        *ids), {
+        *strides(to_other), *table(cos), *table(sin), *ids), {
         "IDS": position_ids is not None, "HALF": half, "DIM": dim, "HALF_POW": half_pow,
         "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)), "HEADS": block,
         "INTERLEAVED": style == "interleaved", "num_warps": warps})
 
 
 def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
-         *, style: str,
-         layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+         *, style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
     to_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     to_k = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     rotate(q, k, to_q, to_k, cos, sin, position_ids, style, layout)

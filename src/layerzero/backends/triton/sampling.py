@@ -79,8 +79,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         listing = torch.empty(batch * MAX_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
             _narrow(grid, (logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab,
-                           divisor, top_k,
-                           top_p),
+                           divisor, top_k, top_p),
                     {"FIRST": i == 0, "BY_COUNT": top_k > 0,
                      "CHUNKS": triton.next_power_of_2(chunks), **reading})
     _draw(grid, (logits, peaks, whole, mass, places, listing, listed, sure, before, count,
@@ -88,8 +87,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
                  top_k, top_p, min_p, word),
           {"SEARCH": search, "TOP_K": top_k > 0, "TOP_P": by_mass, "MIN_P": min_p > 0.0,
            "SEEDED": uniform is None, "TILES": triton.next_power_of_2(tiles),
-           "AT_ONCE": max(16, 8192 // triton.next_power_of_2(tiles)),
-           **reading})
+           "AT_ONCE": max(16, 8192 // triton.next_power_of_2(tiles)), **reading})
     return token, chosen, total
 
 

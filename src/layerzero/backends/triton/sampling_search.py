@@ -43,8 +43,7 @@ def _read_tokens(
     logits_ptr, id, vocab, peak, divisor, PROBS: tl.constexpr, SCALE: tl.constexpr,
     LIBDEVICE: tl.constexpr,
 ):
-    """Loads (rank key, weight) of the tokens `id`. Keys rise as scores fall; impossible tokens have
-    the largest key."""
+    """Loads (rank key, weight) of tokens `id`; keys rise as scores fall, the largest is never."""
     inside = id < vocab
     value = _clean_values(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS
                                   else float("-inf")), PROBS)
@@ -61,8 +60,7 @@ def _read_tokens(
 
 @triton.jit
 def _is_last(count_ptr, row, chunks):
-    """Returns whether this is the last program of its row, which can read what the others
-    stored."""
+    """Returns whether this is the last program of its row, which can read all that was stored."""
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == chunks - 1
     if last:
@@ -98,8 +96,7 @@ def peak_kernel(
 
 @triton.jit
 def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexpr):
-    """Returns the key where the J-th of eight parts of [lo, hi) begins: first at typical cuts, then
-    evenly spaced."""
+    """Returns where the J-th of eight parts of [lo, hi) begins: typical cuts, then even ones."""
     if FIRST:
         # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the maximum
         depth = 0.25 * J * (J + 2)
@@ -234,10 +231,7 @@ def narrow_kernel(
 @triton.jit
 def _last_kept(place, weight, valid, lo, hi, above, target):
     """Returns the last place in [lo, hi) before which less than `target` lies, or one before the
-    next candidate.
-
-    `above` is what lies before lo. Bisects [lo, hi) until one candidate is left.
-    """
+    next candidate. `above` is what lies before lo. Bisects [lo, hi) until one candidate is left."""
     count = tl.sum((valid & (place >= lo) & (place < hi)).to(tl.int32), 0)
     while (count > 1) & (hi - lo > 1):
         middle = lo + (hi - lo) // 2
@@ -255,8 +249,7 @@ def _cut_among_listed(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Returns (the last place kept, the mass of each tile) from the candidates. With TOP_K only
-    candidates are kept."""
+    """Returns (the last place kept, the mass of each tile) from the candidates alone."""
     i = tl.arange(0, LIST)
     valid = i < listed
     place = tl.load(list_ptr + i, mask=valid, other=0, cache_modifier=".cg")
@@ -310,8 +303,7 @@ def _last_kept_in_row(
         reached = target * 0.0
         for n in range(tiles):
             reached += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, middle - 1, target, COUNT,
-                                     False, PROBS,
-                                      SCALE, LIBDEVICE, TILE)
+                                     False, PROBS, SCALE, LIBDEVICE, TILE)
         if reached < target:
             lo = middle
         else:
@@ -325,8 +317,7 @@ def _cut_among_all(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PROBS: tl.constexpr,
     SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Like _cut_among_listed, from the whole row, if thousands of scores are equal: slow, but
-    always right."""
+    """Like _cut_among_listed, from the whole row, if thousands of scores are equal: slow."""
     cut = end - 1
     if TOP_K:
         cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, end,
@@ -334,16 +325,14 @@ def _cut_among_all(
         total = total * 0.0
         for n in range(tiles):
             total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False,
-                                   PROBS, SCALE,
-                                    LIBDEVICE, TILE)
+                                   PROBS, SCALE, LIBDEVICE, TILE)
     if TOP_P:
         cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1,
                                 top_p * total, False, PROBS, SCALE, LIBDEVICE, TILE)
     by_tile = (c * 0).to(tl.float64)
     for n in range(tiles):
         mass = _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, MIN_P, PROBS,
-                             SCALE, LIBDEVICE,
-                              TILE)
+                             SCALE, LIBDEVICE, TILE)
         by_tile = tl.where(c == n, mass, by_tile)
     return cut, by_tile
 
@@ -370,8 +359,7 @@ def draw_kernel(
     SEEDED: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Collects the candidates in [lo, hi), finds the cut, draws. With TOP_K all tokens that may be
-    kept are candidates."""
+    """Collects the candidates in [lo, hi), finds the cut, draws. TOP_K keeps only candidates."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
     inside = tl.load(whole_ptr + row * 4 + 3)

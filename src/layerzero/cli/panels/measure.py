@@ -123,8 +123,7 @@ def regret(
                          max_p95=max_p95, everything=everything, as_json=as_json))
 
 
-@declare(PANEL, "lz report -o report.html",
-         short="Write what was measured here as one HTML page.")
+@declare(PANEL, "lz report -o report.html", short="Write what was measured here as one HTML page.")
 def report(
     out: Annotated[Path | None, typer.Option("--out", "-o", help=(
         "the page; replaced if it exists. Default: report.html, with --json none"))] = None,

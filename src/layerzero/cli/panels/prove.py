@@ -230,8 +230,7 @@ def report(
     raise typer.Exit(run(logs, out, as_json))
 
 
-@declare(PANEL, "lz gate --quick --out report",
-         short="May this be released?")
+@declare(PANEL, "lz gate --quick --out report", short="May this be released?")
 def gate(
     stages: Annotated[list[str] | None, typer.Option("--stages", help=(
         f"of {', '.join(STAGES)}; separated by commas, may be repeated; default: all"))] = None,

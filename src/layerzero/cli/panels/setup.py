@@ -64,8 +64,7 @@ def init(
     raise typer.Exit(run(folder, program, calls, as_json))
 
 
-@declare(PANEL, "lz build --force",
-         short="Compile the native call path and our own CPU kernels.")
+@declare(PANEL, "lz build --force", short="Compile the native call path and our own CPU kernels.")
 def build(force: Annotated[bool, typer.Option(
     "--force", help="compile even if it is built already")] = False,
           as_json: o.Json = False) -> None:

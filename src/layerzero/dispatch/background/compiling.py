@@ -114,10 +114,8 @@ def compile_now(
     values: tuple[Any, ...],
     warmed: frozenset[Any] | None = None,
 ) -> str | None:
-    """Load and call the kernel for this kind of call; return None, or why it failed.
-
-    `warmed` is what the world adds to its own `warmed` afterwards.
-    """
+    """Load and call the kernel for this kind of call; return None, or why it failed. `warmed` is
+    what the world adds to its own `warmed` afterwards."""
     kind, grad = kind_to_compile(dispatcher.op, facts), facts["grad"]
     warmed = jit.warmed_keys(kernel, facts, values) if warmed is None else warmed
     if warmed <= worlds.current().warmed:
@@ -157,8 +155,7 @@ def _lock_name(kernel: Kernel, kind: str) -> str:
 
 
 def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
-    """Has a process of this machine compiled the kernel for such calls, and are there caches that
-    may hold it?"""
+    """Was the kernel compiled here for such calls, and are there caches that may hold it?"""
     if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
         return False
     ours = config.cache_dir()
@@ -214,10 +211,8 @@ _closing = False
 
 def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, override: Override | None,
                    values: tuple[Any, ...]) -> None:
-    """Request the kernels that would serve this call if they were compiled already.
-
-    Also those that would serve it while a CUDA graph is captured: nothing can be compiled then.
-    """
+    """Request the kernels that would serve this call if they were compiled already. Also those that
+    would serve it while a CUDA graph is captured: nothing can be compiled then."""
     facts = plan.facts
     if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
         return
@@ -246,8 +241,7 @@ def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Overr
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
-    """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction
-    through Inductor."""
+    """Is the evidence worth seconds of CPU? A guess is not, nor less work through Inductor."""
     return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
         step.score.source == LESS_WORK and bool(kernel.package))
 
@@ -256,10 +250,7 @@ def request(
     dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any],
     values: tuple[Any, ...]
 ) -> None:
-    """Queue a compile for calls like this one, at most once for each kind and form.
-
-    Returns at once.
-    """
+    """Queue a compile for calls like this one, once for each kind and form; returns at once."""
     warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
     waiting = 0
@@ -361,8 +352,7 @@ def status() -> CompileStatus:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until nothing is compiled in the background; return False if that took longer than
-    `timeout`."""
+    """Wait until nothing compiles in the background; return False if `timeout` came first."""
     end = None if timeout is None else time.monotonic() + timeout
     while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
@@ -374,8 +364,7 @@ def wait(timeout: float | None = None) -> bool:
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: start nothing new, and give the current compile, which cannot be stopped,
-    some time."""
+    """At exit: start nothing new, and give the current compile, which cannot stop, some time."""
     global _closing
     with _queue_lock:
         _closing = True
@@ -400,8 +389,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    """Runs in a forked child: the thread is gone. Forget the requests, so that they may be made
-    again."""
+    """Runs in a forked child: the thread is gone. Forget the requests; they may come again."""
     global _thread, _current, _compile_lock
     _thread, _current, _compile_lock = None, None, threading.RLock()
     _queue.clear()

@@ -43,8 +43,7 @@ MAX_OVERHEAD_US = 100.0
 # asking again would take more than this share of them
 MAX_SKIPPED, MAX_ASKING_SHARE = 31, 0.001
 
-# (op, bucket, place, transforms of kernels that need them): with transforms, calls take another
-# time.
+# (op, bucket, place, transforms of kernels that need them), as transforms take time
 Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 
 _now, _cpu_time = time.perf_counter, time.thread_time
@@ -113,18 +112,14 @@ class TimedCall(NamedTuple):
         if not end.query():
             return None
         between = begin.elapsed_time(end) * 1e3
-        # CPU time: waiting for other threads of this process, or for a full queue, is not the
-        # kernel's doing.
+        # CPU time: waiting for other threads, or for a full queue, is not the kernel's doing.
         host = min(self.worked_us, self.host_us)
         device = max(between if self.behind else between - self.host_us, 1e-3)
         return max(host, device), device
 
 
 class LearnedKind:
-    """One kind of call that is being learned.
-
-    Nobody waits for `lock`: a call that cannot take it is not timed.
-    """
+    """One kind of call that is being learned. A call that cannot take `lock` is not timed."""
 
     def __init__(self, key: Key, op: Op, plan: Plan, default: str,
                  on_settled: Callable[[LearnedKind], None]) -> None:
@@ -154,10 +149,7 @@ class LearnedKind:
         return us / step.score.boost
 
     def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
-        """Return which kernel serves this call and is timed; None: `serving` does, untimed.
-
-        The lock is held.
-        """
+        """Return which kernel serves this call, timed; None: `serving`. The lock is held."""
         account.tick(began)
         self.collect()
         trial, ticket = self.trial, None
@@ -287,14 +279,10 @@ class Candidate(NamedTuple):
 
 
 class Exploring:
-    """The function that an entry runs while its kind is learned.
-
-    `candidates` grows as their kernels are loaded.
-    """
+    """The function that an entry runs while its kind is learned; `candidates` grows on loading."""
 
     def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan,
-                 run_plain: Callable[..., Any],
-                 base: Candidate) -> None:
+                 run_plain: Callable[..., Any], base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
         # serves the calls that are not timed, as without learning
         self.run_plain = run_plain
@@ -367,10 +355,8 @@ class Exploring:
             self.dispatcher.ledger.reassign(self.base, "" if candidate.named else kernel)
 
     def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...],
-                 fault: BaseException,
-                 ticket: Ticket | None) -> Any:
-        """Drop the kernel for this kind; whose fault it was and who serves is decided as for any
-        other call."""
+                 fault: BaseException, ticket: Ticket | None) -> Any:
+        """Drop the kernel for this kind; whose fault it was is decided as for any call."""
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
         if (not candidates[kernel].named or kernel == self.base

@@ -23,10 +23,7 @@ MEMORY_SHARE = 0.1                             # of free memory that the inputs 
 
 
 class TensorLike(NamedTuple):
-    """The description of a tensor.
-
-    `numbers` are copies of the integers of the call's own, which cannot be made up.
-    """
+    """The description of a tensor; `numbers` are copies of the integers, which must be real."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -89,10 +86,7 @@ class Inputs(NamedTuple):
     waits_for: Any = None                      # a CUDA event: the copies of integers are complete
 
     def make(self, op: Op) -> tuple[Any, ...]:
-        """Returns arguments like those described.
-
-        A generator is another one than the caller's, whose next numbers stay the same.
-        """
+        """Returns arguments like those described; a generator is not the caller's own."""
         values = tuple(v.make() if isinstance(v, TensorLike) else v for v in self.values)
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         return tuple(torch.Generator(device).manual_seed(0) if p.kind == "generator" else v

@@ -35,8 +35,7 @@ MAX_SIGNATURES = 4096
 
 
 def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
-    """Return for each parameter the axes, counted from the end, whose size is the same in all calls
-    of the kind."""
+    """Return each parameter's axes, from the end, whose size is equal in all calls of the kind."""
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     tokens = [patterns.get(p.name, ()) for p in op.params]
     return tuple(frozenset(-i for i, token in enumerate(reversed(t), 1) if token in op.exact
@@ -45,8 +44,7 @@ def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...
 
 
 def signature(values: tuple[Any, ...], grad: bool) -> Form:
-    """Return a key that is finer than the form and quicker to read: calls that share it share their
-    form."""
+    """Return a key finer than the form and quicker to read: calls that share it share the form."""
     parts: list[Any] = [*_process_state()]
     for v in values:
         kind = type(v)
@@ -84,8 +82,7 @@ def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad:
 
 
 def runtime_numbers(kernel: Kernel) -> tuple[bool, ...]:
-    """Is each parameter a number that the kernel takes at run time? Those of a library are; torch
-    compiles all in."""
+    """Is each parameter a number taken at run time? A library's are; torch compiles all in."""
     free = free_integers(kernel.op)
     return tuple(bool(kernel.package) and (p.kind == "float" or p.name in free)
                  for p in kernel.op.params)
@@ -101,8 +98,7 @@ def _tensor_form(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[in
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order of the dimensions in memory if the tensor is dense, else -1 and its strides.
-    """
+    """Return the order of the dimensions in memory if the tensor is dense, else -1 and strides."""
     order = sorted(range(len(shape)), key=lambda i: -strides[i])
     step = 1
     for i in reversed(order):
@@ -122,8 +118,7 @@ def warmed_keys(kernel: Kernel, facts: Mapping[str, Any],
 
 def world_for_call(world: World, op: Op, facts: Mapping[str, Any],
                    values: tuple[Any, ...]) -> World:
-    """Return the world without the kernels that were warmed up for other forms than this call's
-    only."""
+    """Return the world without the kernels that were warmed up for other forms only."""
     unready = {k.id for k in world.kernels(op.name) if k.jit and k.id not in world.warmed
                and not warmed_keys(k, facts, values) <= world.warmed}
     return without_warmed(world, unready) if world.warmed and unready else world
@@ -140,8 +135,7 @@ def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:
 
 
 def call_plain(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-    """Call `run` with plain tensors and no gradients: parameters and inference mode would each be
-    compiled for."""
+    """Call `run` with plain tensors and no gradients: each other kind would be compiled for."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return run(*[_plain(v) for v in values])

@@ -63,8 +63,7 @@ _learned = _unclear = 0
 
 def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
             override: Override | None) -> Callable[..., Any]:
-    """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be
-    learned."""
+    """Return what the entry of this plan runs: `run`, or an Exploring if its kind is learned."""
     if not _is_learnable(dispatcher.op, world, plan, override):
         return run
     key = _key(dispatcher.op, world, plan)
@@ -117,11 +116,8 @@ def _default(world: World, plan: Plan) -> Step | None:
 
 
 def _candidate_steps(world: World, plan: Plan) -> list[Step]:
-    """Return the steps to try beside the first.
-
-    If some were measured already, these are only kernels that were compiled too late to be measured
-    too.
-    """
+    """Return the steps to try beside the first. If some were measured already, these are only
+    kernels that were compiled too late to be measured too."""
     measured = any(s.score.source == MEASURED for s in plan.steps)
     first, default = plan.steps[0], _default(world, plan)
 
@@ -281,8 +277,7 @@ class Worker:
         publish(kinds)
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Wait until nothing is left to load or to write; return False if that took longer than
-        `seconds`."""
+        """Wait until nothing is left to load or write; return False if `seconds` came first."""
         end = time.monotonic() + seconds
         with self._wake:
             while self._at_work() and time.monotonic() < end:
@@ -308,8 +303,7 @@ flush = _worker.flush
 
 
 def publish(kinds: list[LearnedKind]) -> None:
-    """Write the results of these kinds and publish one new world, in which their entries no longer
-    explore."""
+    """Write the results of these kinds and publish one world in which they no longer explore."""
     global _learned, _unclear
     world, rows = worlds.current(), []
     for kind in kinds:

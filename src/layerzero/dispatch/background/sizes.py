@@ -36,8 +36,7 @@ class Caller(Protocol):
 
 def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
                    kind: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be
-    resized."""
+    """Yield the call at the smallest and largest sizes of its kind, if it can be resized."""
     op, named = dispatcher.op, dict(zip(dispatcher.names, values))
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     axes = {name: _axes(op, patterns[name], t) for name, t in named.items()
@@ -63,8 +62,7 @@ def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[A
 
 
 def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
-    """Return axis -> the name of its size, for the axes whose size differs between calls of the
-    kind."""
+    """Return axis -> name of its size, for the axes that differ between calls of the kind."""
     if tokens and tokens[0].startswith("*") and t.dim() != len(tokens):
         tokens = ("", *tokens[1:])             # several dimensions under one name
     offset = t.dim() - len(tokens)
@@ -81,8 +79,7 @@ def _is_resizable(t: Tensor) -> bool:
 
 
 def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
-    """Return each size at an end of its bucket; equal sizes stay equal, different ones different.
-    """
+    """Return each size at an end of its bucket; equal sizes stay equal, others different."""
     ranks: dict[int, list[int]] = {}
     for n in sorted(set(sizes.values())):
         ranks.setdefault(bucket(n), []).append(n)
@@ -92,8 +89,7 @@ def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
 
 
 def _resize(t: Tensor, new_sizes: Mapping[int, int]) -> Tensor:
-    """Repeat or cut off the numbers of a tensor, with its dimensions in the same order in memory.
-    """
+    """Repeat or cut off the numbers of a tensor, keeping the order of its dimensions in memory."""
     order = jit.memory_order(tuple(t.shape), t.stride())
     out = t.detach().permute(order)
     for axis, n in new_sizes.items():

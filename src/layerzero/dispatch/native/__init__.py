@@ -60,8 +60,7 @@ def library_path() -> Path:
 
 
 def is_enabled() -> bool:
-    """Return False if it is switched off, or if Python runs without a GIL, which guards the table.
-    """
+    """Return False if it is switched off or Python has no GIL, which guards the table."""
     gil = getattr(sys, "_is_gil_enabled", lambda: True)
     return (os.environ.get("LAYERZERO_NATIVE", "1").strip().lower() not in ("0", "false", "no",
                                                                             "off") and gil())
@@ -256,8 +255,7 @@ def make_dispatcher(op: Op, miss: Callable[..., Any],
 
 
 def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method without keeping its owner alive: the garbage collector does not see into native
-    code."""
+    """Wrap a method without keeping its owner alive: the GC does not see into native code."""
     name, reference = op.name, weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -326,8 +324,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
 
 
 def _limits(op: Op, p: Param) -> tuple[float, float]:
-    """Return the range of an int or float parameter; seeds beyond 64 signed bits are left to
-    Python."""
+    """Return the range of an int or float parameter; larger seeds are left to Python."""
     low, high = op.limits.get(p.name, (0, 0))
     return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 

@@ -28,8 +28,7 @@ Origin = tuple[int, int, int]                   # source, index, offset in bytes
 
 
 def record_calls(run: Callable[..., Any], recordings: Any) -> Callable[..., Any]:
-    """Wrap `run`, which takes the op's parameters in order: adds the calls that can be replayed to
-    `recordings`."""
+    """Wrap `run`: calls that can be replayed are added to `recordings`."""
 
     def call(*values: Any) -> Any:
         if not recordings.is_worth_recording(*values) or _get_current_dispatch_mode() is not None:
@@ -68,8 +67,7 @@ class LaunchRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports Dynamo, for seconds, to keep it out of
-        __torch_dispatch__."""
+        """Return False: else torch imports Dynamo, for seconds, to keep it out of dispatch."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,8 +96,7 @@ class LaunchRecorder(TorchDispatchMode):
     # for launch.h
 
     def finish(self, out: Any) -> tuple[Any, ...] | None:
-        """Return the arguments of Recordings.add; None if the call cannot be replayed, and
-        `problem` says why."""
+        """Return the arguments of Recordings.add; None, with a `problem`, if not replayable."""
         if not self.launches:
             self.refuse("nothing was launched")
         results = out if type(out) is tuple else (out,)
@@ -143,8 +140,7 @@ class LaunchRecorder(TorchDispatchMode):
         return 0
 
     def _origin(self, t: Tensor) -> Origin:
-        """Return where the memory of a tensor comes from; of a view, the one tensor whose storage
-        it shares."""
+        """Return where a tensor's memory comes from; for a view, the tensor it is a view of."""
         roots = [(INPUT, i, value) for i, value in enumerate(self.values)
                  if isinstance(value, Tensor)]
         roots += [(ALLOCATED, i, allocation) for i, allocation in enumerate(self.allocations)]
@@ -163,8 +159,7 @@ class LaunchRecorder(TorchDispatchMode):
 
 
 def _same(t: Tensor, allocation: Tensor) -> bool:
-    """Compare by memory and layout: torch.empty returns another object than the recorded
-    allocation."""
+    """Compare by memory and layout: torch.empty returns another object than was recorded."""
     return (_storage(t) == _storage(allocation) and t.dtype == allocation.dtype
             and t.shape == allocation.shape
             and t.stride() == allocation.stride()

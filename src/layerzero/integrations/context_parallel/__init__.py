@@ -37,14 +37,7 @@ from .ring_flash_attn import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from .sharding import (
-    local_cu_seqlens,
-    shard,
-    shard_batch,
-    shard_indices,
-    shard_positions,
-    unshard,
-)
+from .sharding import local_cu_seqlens, shard, shard_batch, shard_indices, shard_positions, unshard
 from .torch_context import context_parallel
 
 __all__ = [

@@ -28,8 +28,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 def gathered_attention(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor],
                        calls: Sequence[Call], heads_k_stride: int, return_lse: bool) -> list[Any]:
-    """Returns out, or (out, lse), of each local rank; `calls` has one function per rank, of query,
-    key and value of some heads."""
+    """Returns out, or (out, lse), of each local rank; `calls` has a function for each rank."""
     kv_heads = k[0].shape[1]
     if heads_k_stride < 1 or kv_heads % heads_k_stride:
         raise ConfigError(f"heads_k_stride must divide the {kv_heads} KV heads, got "

@@ -110,8 +110,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "zigzag": zigzag_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 
 
-def _attention(is_causal: bool, scale: float | None, window_left: int,
-               softcap: float) -> Attention:
+def _attention(is_causal: bool, scale: float | None, window_left: int, softcap: float) -> Attention:
     if window_left >= 0 and not is_causal:
         raise ConfigError(f"a window (window_left={window_left}) is relative to the causal "
                           "diagonal here; pass is_causal=True, or no window")

@@ -124,10 +124,7 @@ class ProcessRanks:
 
 class SimulatedRanks:
     """So many ranks in this process: functions that take it as their group take and return a list
-    with one tensor per rank.
-
-    For tests, and to look at the work of one rank on one device.
-    """
+    with one tensor per rank. For tests, and to look at the work of one rank on one device."""
 
     def __init__(self, size: int) -> None:
         if size < 1:

@@ -99,8 +99,7 @@ class Recorded:
 
     def backward(self, saved: Sequence[Tensor], buffer: Tensor,
                  grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of query, key and value, with `saved` and the buffer as they were.
-        """
+        """Returns the gradients of query, key and value; `saved` and buffer stay as they were."""
         pairs = [(e, g) for e, g in zip(self._edges, grads) if e is not None and g is not None]
         if not pairs:
             return None, None, None

@@ -56,8 +56,7 @@ class Sequences:
     world_size: int
 
     def gathered(self, rank: int, tokens: int, is_causal: bool) -> Items:
-        """Returns a rank's queries over the keys of all ranks, gathered rank by rank and addressed
-        where they lie."""
+        """Returns a rank's queries over the keys of all ranks, gathered and used in place."""
         def build() -> Items:
             rows = [(self._starts(slot), self._visible(chunk, is_causal))
                     for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))]
@@ -136,8 +135,7 @@ class Sequences:
 
 def sequences_of(cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None, layout: Layout,
                  world_size: int, device: torch.device) -> Sequences:
-    """Checks what can be read without waiting for a device. Without max_seqlen, cu_seqlens must be
-    on the host."""
+    """Checks what needs no wait for a device. Without max_seqlen, cu_seqlens is on the host."""
     slots = 2 if layout == "zigzag" else 1
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
@@ -194,10 +192,8 @@ def local_cu_seqlens(cu_seqlens: Tensor, world_size: int) -> Tensor:
 
 def shard_indices(cu_seqlens: Tensor | Sequence[int], rank: int, world_size: int,
                   layout: Layout = "zigzag") -> Tensor:
-    """Returns the rows of the packed sequences that a rank holds, in its order.
-
-    `cu_seqlens` are the boundaries of the whole sequences, read on the host.
-    """
+    """Returns the rows of the packed sequences that a rank holds, in its order. `cu_seqlens` are
+    the boundaries of the whole sequences, read on the host."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     count = world_size * (2 if layout == "zigzag" else 1)
     rows = [torch.zeros(0, dtype=torch.long)]

@@ -40,8 +40,7 @@ ANY_DEVICE = ""                               # the one capability group where d
 
 @dataclass
 class Unit:
-    """Calls that one kernel serves on all ranks: one kind of call, or a call that each rank makes
-    with shapes of its own."""
+    """Calls that one kernel serves on all ranks: one kind, or one call with own shapes on each."""
 
     op: str
     facts: list[Facts]                         # of each rank; one alone: the same on all
@@ -90,8 +89,7 @@ class Session:
     # one round
 
     def collect(self, world: World) -> None:
-        """Keep the kinds that were met until they are agreed: publishing a world empties the
-        caches they are found in."""
+        """Keep the kinds met until they are agreed: a new world empties the caches they are in."""
         self.pending.update((unit.id, unit) for unit in provisional(world, self.order))
 
     def agree(self, calls: Sequence[Unit] | None) -> int:
@@ -156,8 +154,7 @@ class Session:
         return None
 
     def _local(self, world: World, unit: Unit) -> tuple[str, tuple[Step, ...]] | None:
-        """Return the cell of the calls and the kernels that can serve them on this rank; None where
-        such a call cannot be judged here."""
+        """Return the cell of the calls and the kernels that can serve them here; or None."""
         op, facts = world.catalog.ops.get(unit.op), unit.of(self.rank)
         if op is None or facts["device"] not in (d.type for d in hardware.all_devices()):
             return None

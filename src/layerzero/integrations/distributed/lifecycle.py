@@ -22,15 +22,7 @@ from ...world import config, events
 from ...world import snapshot as worlds
 from ...world.snapshot import World
 from ...world.tables import Agreement
-from .agreement import (
-    ANY_DEVICE,
-    Session,
-    Unit,
-    layers_of,
-    provisional,
-    units_of,
-    with_layers,
-)
+from .agreement import ANY_DEVICE, Session, Unit, layers_of, provisional, units_of, with_layers
 from .exchange import Exchange
 from .profile import Profile, not_shared
 
@@ -107,8 +99,7 @@ def init(mode: str = "inference", group: Any = None, *, timeout: float = 300.0,
 
 
 def _bare(world: World) -> World:
-    """Return the world without what ranks agreed on, and without the rules they were given then:
-    neither tells ranks apart."""
+    """Return the world without what ranks agreed on and its rules: neither tells ranks apart."""
     _, base = layers_of(world)
     table = world.table and (None if base is None else replace(world.table, table=base))
     return replace(world, table=table, policy=_without_rules(world))

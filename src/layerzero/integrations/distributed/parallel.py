@@ -26,14 +26,14 @@ SPLITS = 8                                     # pieces; as many ranks at most
 _DETERMINISTIC = {"deterministic": True}
 
 
-class Place:
+class ShardGroup:
     """This rank among `size` ranks that share `splits` pieces."""
 
     def __init__(self, group: Any, splits: int) -> None:
-        alone = not dist.is_available() or not dist.is_initialized()
-        self.group = None if alone else process_group(group)
-        self.rank = 0 if alone else dist.get_rank(self.group)
-        self.size = 1 if alone else dist.get_world_size(self.group)
+        single_process = not dist.is_available() or not dist.is_initialized()
+        self.group = None if single_process else process_group(group)
+        self.rank = 0 if single_process else dist.get_rank(self.group)
+        self.size = 1 if single_process else dist.get_world_size(self.group)
         if splits < 1 or splits & (splits - 1) or splits % self.size:
             raise InvalidCall(f"lz.distributed: splits must be a power of two and a multiple of "
                               f"the {self.size} ranks, got {splits}")
@@ -47,8 +47,7 @@ class Place:
         return t.chunk(self.pieces, dim)
 
     def cut_activations(self, t: Tensor, dim: int, what: str) -> tuple[Tensor, ...]:
-        """Returns the same with copies: a library may compute otherwise where rows lie further
-        apart."""
+        """Returns the same with copies: a library may compute otherwise for distant rows."""
         return tuple(part.contiguous() for part in self.cut(t, dim, what))
 
     def gather(self, t: Tensor) -> list[Tensor]:
@@ -75,23 +74,22 @@ def _tree(terms: Sequence[Tensor]) -> Tensor:
 
 
 class _Share(torch.autograd.Function):
-    """A replicated input, once for each piece; the gradients of all pieces of all ranks add up in
-    the one tree."""
+    """A replicated input, once for each piece; all pieces' gradients add up in one tree."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> tuple[Tensor, ...]:
-        ctx.place = place
-        return tuple(x.view_as(x) for _ in range(place.pieces))
+    def forward(ctx: Any, x: Tensor, shards: ShardGroup) -> tuple[Tensor, ...]:
+        ctx.shards = shards
+        return tuple(x.view_as(x) for _ in range(shards.pieces))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.place.add(grads, grads[0].dtype), None
+        return ctx.shards.add(grads, grads[0].dtype), None
 
 
-def _shared(x: Tensor, place: Place) -> tuple[Tensor, ...]:
+def _shared(x: Tensor, shards: ShardGroup) -> tuple[Tensor, ...]:
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return (x,) * place.pieces
-    return _Share.apply(x, place)  # type: ignore[no-any-return, no-untyped-call]
+        return (x,) * shards.pieces
+    return _Share.apply(x, shards)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _call(op: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -102,11 +100,11 @@ def _call(op: str, *args: Any, **kwargs: Any) -> Tensor:
 def shard(t: Tensor, dim: int = 0, *, group: Any = None, splits: int = SPLITS) -> Tensor:
     """Return this rank's part of a whole weight: dim=0 for a column-parallel layer, heads or the
     width of a table (dim=1), dim=1 for a row-parallel one."""
-    place = Place(group, splits)
+    shards = ShardGroup(group, splits)
     if t.shape[dim] % splits:
         raise InvalidCall(f"lz.distributed.shard: dimension {dim} is {t.shape[dim]}, which is not "
                           f"a multiple of splits={splits}")
-    return t.chunk(place.size, dim)[place.rank].contiguous()
+    return t.chunk(shards.size, dim)[shards.rank].contiguous()
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
@@ -114,21 +112,21 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   splits: int = SPLITS) -> Tensor:
     """activation(x @ weight.T + bias) for this rank's rows of the weight: its columns of the
     result, which a row_linear takes as they are."""
-    place = Place(group, splits)
-    biases = place.cut(bias, 0, "the bias") if bias is not None else (None,) * place.pieces
-    weights = place.cut(weight, 0, "out_features")
+    shards = ShardGroup(group, splits)
+    biases = shards.cut(bias, 0, "the bias") if bias is not None else (None,) * shards.pieces
+    weights = shards.cut(weight, 0, "out_features")
     return torch.cat([_call("linear", part, w, b, activation) for part, w, b in
-                      zip(_shared(x, place), weights, biases)], -1)
+                      zip(_shared(x, shards), weights, biases)], -1)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Any = None,
                splits: int = SPLITS) -> Tensor:
     """x @ weight.T + bias for this rank's columns of x and of the weight: the whole result, on
     every rank. The bias is that of the whole layer."""
-    place = Place(group, splits)
-    inputs = place.cut_activations(x, -1, "in_features")
-    weights = place.cut(weight, 1, "in_features")
-    out = place.add([_call("linear", a, w) for a, w in zip(inputs, weights)], x.dtype)
+    shards = ShardGroup(group, splits)
+    inputs = shards.cut_activations(x, -1, "in_features")
+    weights = shards.cut(weight, 1, "in_features")
+    out = shards.add([_call("linear", a, w) for a, w in zip(inputs, weights)], x.dtype)
     return out if bias is None else out + bias
 
 
@@ -146,8 +144,8 @@ def parallel_attention(query: Tensor, key: Tensor, value: Tensor, *, group: Any 
                        splits: int = SPLITS, **options: Any) -> Tensor:
     """lz.attention of this rank's heads, (batch, heads, tokens, head_dim), in pieces of one size.
     The KV heads of all ranks must be a multiple of `splits`, or give another."""
-    place = Place(group, splits)
-    parts = zip(*(place.cut_activations(t, 1, "the number of heads") for t in (query, key, value)))
+    shards = ShardGroup(group, splits)
+    parts = zip(*(shards.cut_activations(t, 1, "the number of heads") for t in (query, key, value)))
     return torch.cat([_call("attention", *part, **options) for part in parts], 1)
 
 
@@ -155,4 +153,4 @@ def parallel_embedding(ids: Tensor, weight: Tensor, *, group: Any = None,
                        splits: int = SPLITS) -> Tensor:
     """Rows of a table whose width the ranks share: the whole rows, on every rank. Nothing is
     added."""
-    return torch.cat(Place(group, splits).gather(_call("embedding", ids, weight)), -1)
+    return torch.cat(ShardGroup(group, splits).gather(_call("embedding", ids, weight)), -1)

@@ -121,8 +121,7 @@ class Facts:
 
 def read_model(file: GGUFFile, dtype: torch.dtype,
                apart: Container[str] = ()) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """Return the shape and the weights of the model in a file; those in the formats of `apart` are
-    not joined."""
+    """Return shape and weights of the model in a file; formats of `apart` are not joined."""
     facts = Facts(file)
     config = read_config(facts)
     return config, WeightReader(facts, config, dtype, apart).read()
@@ -166,8 +165,7 @@ def read_config(facts: Facts) -> DecoderConfig:
         window_rope_base=facts.number("rope.freq_base_swa", kind.window_rope_base, 0.0),
         rotary_dim=0 if rotary == head_dim else rotary,
         rope_scaling=_scaling(facts, rotary, longest), qk_norm=kind.qk_norm,
-        post_norms=kind.post_norms,
-        embed_scale=math.sqrt(hidden) if kind.scaled_embedding else 1.0,
+        post_norms=kind.post_norms, embed_scale=math.sqrt(hidden) if kind.scaled_embedding else 1.0,
         attention_scale=facts.number("attention.scale", scale),
         softcap=facts.number("attn_logit_softcapping", 0.0),
         logit_softcap=facts.number("final_logit_softcapping", 0.0), experts=experts,

@@ -55,9 +55,7 @@ except Exception as e:
 def render(template: str, messages: Sequence[tuple[str, str]], owner: str,
            tokens: Mapping[str, str] | None = None) -> str:
     """Render (role, content) pairs; DataError for a template that is wrong or needs too much.
-
-    tokens: the texts of the tokens "bos" and "eos".
-    """
+    tokens: the texts of the tokens "bos" and "eos"."""
     if len(template) > MAX_CHARACTERS:
         raise DataError(
             f"{owner}: wanted a chat template of at most {MAX_CHARACTERS} characters, got "
@@ -68,8 +66,7 @@ def render(template: str, messages: Sequence[tuple[str, str]], owner: str,
             "messages": [{"role": role, "content": content} for role, content in messages]}
     try:
         done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task),
-                              capture_output=True, text=True,
-                              timeout=SECONDS, check=False)
+                              capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise DataError(
             f"{owner}: the chat template did not end within {SECONDS:g} seconds; give the text "

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TextGeneration:
-    """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills
-    `kernels`."""
+    """Generates one text: `steps()` yields ids, `pieces()` text; `watch` fills `kernels`."""
 
     model: GGUFModel
     prompt: Sequence[int]

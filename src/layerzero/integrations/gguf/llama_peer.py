@@ -1,6 +1,4 @@
-"""transformers' Llama on the same weights, stage by stage: the ladder compares a real model with
-it.
-"""
+"""transformers' Llama on the same weights, stage by stage, for the ladder to compare with."""
 
 from __future__ import annotations
 

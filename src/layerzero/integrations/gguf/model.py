@@ -169,10 +169,8 @@ class GGUFModel:
         return TextGeneration(self, ids, max_tokens, **options).pieces()
 
     def to_transformers(self, kv: str = "", max_length: int = 0) -> Any:
-        """Return a model of transformers with this one's weights: call it, or its generate().
-
-        kv: how keys and values are kept; max_length: of a text, by default 8192 tokens.
-        """
+        """Return a model of transformers with this one's weights: call it, or its generate(). kv:
+        how keys and values are kept; max_length: of a text, by default 8192 tokens."""
         try:
             from .transformers_model import GGUFForCausalLM
         except ImportError as e:

@@ -101,8 +101,7 @@ class NativeDecode:
                 sin.data_ptr(), c.window if c.has_window(i) else 0]
 
     def _products(self, i: int, name: str) -> list[int]:
-        """Returns one product or several, and as many that are none as quant/decode.h has room
-        for."""
+        """Returns the products, padded with empty ones to what quant/decode.h has room for."""
         parts = _parts(self.decoder, f"{i}.{name}", name)
         numbers = [n for part in parts for n in self._product(part)]
         return numbers + NO_PRODUCT * (len(APART.get(name, (name,))) - len(parts))

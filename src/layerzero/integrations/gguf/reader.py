@@ -115,8 +115,7 @@ class GGUFFile:
         return blocks.view(FLOATS[info.type])
 
     def release(self, name: str = "") -> None:
-        """Let the pages of a tensor that was copied, or of all, leave memory; a view of it reads
-        them anew."""
+        """Let the pages of a copied tensor, or of all, leave memory; views read them anew."""
         page = mmap.PAGESIZE
         start, end = ((self.tensors[name].start, self.tensors[name].start
                        + self.tensors[name].nbytes) if name else (0, len(self.mapped)))

@@ -166,8 +166,7 @@ class TokenStep(ChosenKernels):
         return lambda x: second(activate(c, first(x)))
 
     def _compiled_decoder(self) -> NativeDecode | None:
-        """Returns the whole token as one call; None where lz may not choose our compiled
-        kernels."""
+        """Returns the whole token as one call; None where lz may not choose our kernels."""
         decoder = self.decoder
         if native_obstacle(decoder, self.kv):
             return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...files.reading import no_panic
 from ...models.tokenizers import load_tokenizer
+from ...ops.formulas.tokenizer.bpe import BPE_MODEL
 from ...ops.formulas.tokenizer.identity import TokenizerHandle, from_json
 from ...spec.errors import DataError, LayerZeroError
 from ...spec.reason import FOREIGN_ERRORS, shown
@@ -53,17 +54,13 @@ def tokenizer_json(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: wanted two tokens in each of tokenizer.ggml.merges, got "
             f"{shown(unpaired, limit=80)}")
     added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False,
-              "rstrip": False,
-              "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds))
-             if kind == _CONTROL]
+              "rstrip": False, "normalized": False}
+             for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL]
+    model = {**BPE_MODEL, "vocab": {token: i for i, token in enumerate(tokens)},
+             "merges": [pair.split(" ", 1) for pair in merges]}
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": None, "pre_tokenizer": _CUTS[cut], "post_processor": None,
-            "decoder": _BYTES, "model": {"type": "BPE", "dropout": None, "unk_token": None,
-                                         "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                                         "ignore_merges": False,
-                      "vocab": {token: i for i, token in enumerate(tokens)},
-                      "merges": [pair.split(" ", 1) for pair in merges]}}
+            "decoder": _BYTES, "model": model}
 
 
 def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
@@ -121,8 +118,8 @@ def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, An
         if "eos" in added:
             single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
         data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single,
-                                  "special_tokens": {
-            t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
+                                  "special_tokens": {t: {"id": t, "ids": [ids[side]], "tokens": [t]}
+                                                     for side, t in added.items()}}
 
 
 def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:

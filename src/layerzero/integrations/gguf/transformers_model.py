@@ -90,9 +90,8 @@ class GGUFForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
-                past_key_values: Any = None, use_cache: bool | None = None,
-                logits_to_keep: int = 0, return_dict: bool | None = None,
-                **unused: Any) -> Any:
+                past_key_values: Any = None, use_cache: bool | None = None, logits_to_keep: int = 0,
+                return_dict: bool | None = None, **unused: Any) -> Any:
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError("a GGUF model as one of transformers takes no padding: give prompts "
                               "of the same length, or one at a time; got an attention_mask with "

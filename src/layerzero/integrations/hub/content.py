@@ -117,8 +117,7 @@ def copy_home(folder: Path, content: Content) -> Path:
 
 
 def private_copy(folder: Path, root: Path, content: Content) -> Path:
-    """Copy the files to where only this user writes, so that the checked files are the imported
-    ones."""
+    """Copy the files to where only this user writes: what was checked is what is imported."""
     home = copy_home(folder, content)
     copy = home / folder.name
     if _is_intact(copy, content):
@@ -187,8 +186,7 @@ def _drop_bytecode(folder: Path) -> None:
 # Archives
 
 def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
-    """Unpack a repository from .zip or .tar(.gz), all of it or, if a member leads out of `into`,
-    nothing."""
+    """Unpack a repository from .zip or .tar(.gz): all, or nothing if a member leads out."""
     source, target = Path(archive), Path(into)
     if target.exists() and any(target.iterdir()):
         raise HubError(

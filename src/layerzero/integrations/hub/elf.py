@@ -146,8 +146,7 @@ def load_problems(path: Path) -> Iterator[str]:
 
 
 def portability_problem(path: Path) -> str:
-    """Return what of the file goes beyond manylinux_2_28 and Python's stable ABI; "" if nothing
-    does."""
+    """Return what of the file goes beyond manylinux_2_28 and the stable ABI; "" if nothing."""
     if "cpython-" in path.name:
         return f"{path.name} is for one version of Python, not for the stable ABI (abi3)"
     try:
@@ -162,8 +161,7 @@ def portability_problem(path: Path) -> str:
 
 @lru_cache(maxsize=None)
 def _loaded_library_versions(library: str) -> frozenset[str] | None:
-    """Return the versions a library in this process defines; None if it is not loaded, or defines
-    none."""
+    """Return the versions a library in this process defines; None if not loaded or none."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -120,8 +120,7 @@ class Hub:
 
     def explain(self, name: str, *, version: int | None = None,
                 revision: str | None = None) -> HubExplanation:
-        """Return every check and every build with its verdict; runs none of the repository's code.
-        """
+        """Return every check and every build with its verdict; runs no code of the repository."""
         return self._check(name, sources.check_version(version, revision))[0]
 
     def _check(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild | None]:
@@ -204,8 +203,7 @@ class Hub:
     # Loading
 
     def load(self, name: str, *, version: int | None = None, revision: str | None = None) -> Loaded:
-        """Import a repository's build for this machine; raises the first error that explain
-        reports."""
+        """Import a repository's build for this machine; raises what explain reports first."""
         return self._load(name, sources.check_version(version, revision))
 
     def _load(self, name: str, version: str) -> Loaded:
@@ -219,8 +217,7 @@ class Hub:
                       build.metadata.id)
 
     def _copy(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild]:
-        """Return a private copy that passed every check; checks that read files are repeated on the
-        copy."""
+        """Return a private copy that passed every check; files are checked again on the copy."""
         explanation, build = self._check(name, version)
         if explanation.errors:
             raise explanation.errors[0]
@@ -232,8 +229,7 @@ class Hub:
         return explanation, copy
 
     def _dependencies(self, build: _CheckedBuild, parents: tuple[str, ...]) -> dict[str, Path]:
-        """Return the builds of the kernels it depends on, and of their dependencies, each checked
-        too."""
+        """Return the builds of all kernels it depends on, each checked too."""
         builds: dict[str, Path] = {}
         path = (*parents, build.place.name)
         for dependency in build.metadata.kernel_depends:
@@ -252,8 +248,7 @@ class Hub:
                  revision: str | None = None,
                  adapt: Callable[[ModuleType], Callable[..., Any] | Direct] | None = None,
                  requires: Iterable[Condition] = (), id: str = "", certify: bool = True,
-                 on: str | None = None,
-                 **fields: Any) -> Kernel:
+                 on: str | None = None, **fields: Any) -> Kernel:
         """Register a kernel for `op`: `function` of the module, or what `adapt(module)` returns.
 
         The module is imported on first use. With `certify` the kernel must first pass the contract

@@ -39,10 +39,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 def import_build(build: Path, dependencies: dict[str, Path],
                  backend: str | None = None) -> ModuleType:
-    """Import the module in `build`, a private copy; once per process.
-
-    `dependencies` are builds imported before, by `dependency_key`.
-    """
+    """Import the module in `build`, a private copy, once; `dependencies` were imported before."""
     with _importing:
         loaded = _loaded_module(build)
         if loaded is not None:
@@ -64,8 +61,7 @@ def import_build(build: Path, dependencies: dict[str, Path],
 
 
 def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> ModuleType:
-    """Import through kernels, with its checks of the metadata; only checked dependencies are
-    resolved."""
+    """Import through kernels, which checks the metadata; only checked dependencies resolve."""
     from kernels._rust import KernelDependency, KernelVersion
     from kernels.hf_hub import _get_hf_api
     from kernels.load import get_kernel_with_resolver
@@ -80,8 +76,7 @@ def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> 
     with _without_bytecode():
         return get_kernel_with_resolver(
             api=_get_hf_api(), backend=backend,
-            kernel=KernelDependency(str(build), KernelVersion.Version(0)),
-            resolver=Resolver(),
+            kernel=KernelDependency(str(build), KernelVersion.Version(0)), resolver=Resolver(),
             metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
 
 
@@ -132,8 +127,7 @@ def _loaded_module(build: Path) -> ModuleType | None:
 
 
 def _check_namespaces(build: Path, namespaces: set[str]) -> None:
-    """Raise unless the operations are in the namespace named like the kernel's id, which is unique.
-    """
+    """Raise unless the operations are in the namespace named like the kernel's unique id."""
     foreign = namespaces - {metadata_of(build).id}
     if foreign:
         raise NamespaceClash(
@@ -178,8 +172,7 @@ def _operations() -> set[str]:
 
 
 def namespaces_since(before: set[str]) -> set[str]:
-    """Return the namespaces with new operations, without those that torch registers as it imports
-    parts."""
+    """Return the namespaces with new operations, without those of torch's own parts."""
     return {name.partition("::")[0] for name in _operations() - before if not _is_of_torch(name)}
 
 
@@ -217,8 +210,7 @@ def report(build: str, dependencies: dict[str, str], backend: str | None) -> dic
 
 def _trial_import(build: Path, dependencies: dict[str, Path],
                   backend: str | None) -> dict[str, Any]:
-    """Import in a child process, once per torch and Python; returns the new namespaces, or the
-    error."""
+    """Import in a child process, once per torch and Python; returns namespaces or the error."""
     record = build.parent / f"seen-{torch.__version__}-{sys.implementation.cache_tag}.json"
     try:
         trial = read_json(record, "what an import in a process of its own has shown")

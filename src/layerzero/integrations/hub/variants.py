@@ -43,8 +43,7 @@ Verdict = Accepted | Rejected
 
 def judge(build: Path, root: Path, backend: str | None = None,
           portable: bool = False) -> tuple[Verdict, ...]:
-    """Judge each folder in `build`, the preferred one first; `portable` demands manylinux_2_28 and
-    abi3."""
+    """Judge each folder in `build`, best first; `portable` demands manylinux_2_28 and abi3."""
     from kernels.variants import VariantAccepted, parse_variant, resolve_variants
 
     parsed: list[Any] = []

@@ -51,8 +51,7 @@ STOCK_DRAW = (
 class Acceleration(
         Displayed, Record,
         json="model done left error gains kernels served declined generated weights"):
-    """Reports what was done to a model. As a context manager it is undone at the end of the
-    block."""
+    """Reports what was done to a model; as a context manager it is undone at the end."""
 
     model: str                                 # its class
     done: list[str] = field(default_factory=list)
@@ -99,8 +98,7 @@ class Acceleration(
 
     @property
     def generated(self) -> dict[str, int]:
-        """Calls of generate(): looped over tokens "on the device", or by transformers' own loop,
-        by reason."""
+        """Calls of generate(): looped "on the device", or by transformers' loop, by reason."""
         return {} if self._step is None else dict(self._step.generated)
 
     def undo(self) -> None:
@@ -165,8 +163,7 @@ class Acceleration(
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
                measure: bool = True, seconds: float = 3.0, weights: WeightOnly | str | None = None,
-               text: Text | None = None,
-               assistant: nn.Module | str | None = None) -> Acceleration:
+               text: Text | None = None, assistant: nn.Module | str | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
 

@@ -70,8 +70,7 @@ def attention_forward(
 
 
 def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
-    weights, or dropout."""
+    """Returns eager attention as lz computes it; `stock` serves who wants weights or dropout."""
     parameters = eager_parameters(stock)
 
     @functools.wraps(stock)
@@ -85,8 +84,7 @@ def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Tensor, key: Tensor,
-                 value: Tensor,
-                 attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+                 value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Computes what an eager function with these parameters computes. The mask is the whole truth
     about who sees whom: without one every key is seen."""
     _refuse_unknown(kwargs)
@@ -103,8 +101,7 @@ def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Ten
 
 
 def eager_parameters(stock: Callable[..., Any]) -> frozenset[str]:
-    """Returns what an eager function takes by name beside the module, query, key, value and mask.
-    """
+    """Returns what an eager function takes by name beside module, query, key, value, mask."""
     return frozenset(p.name for p in [*inspect.signature(stock).parameters.values()][5:]
                      if p.kind != p.VAR_KEYWORD)
 
@@ -171,8 +168,7 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse +
-    e^sink)."""
+    """A sink is one more score whose value is zero: the rest keeps e^lse / (e^lse + e^sink)."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
@@ -186,8 +182,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _hide_unselected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
-    """Returns the mask with all but the selected keys hidden; `indices` is (batch, seq_q, how
-    many)."""
+    """Returns the mask with only the selected keys seen; `indices` is (batch, seq_q, count)."""
     hidden = indices.new_ones((*indices.shape[:-1], keys),
                               dtype=torch.bool).scatter(-1, indices.long(), False)
     hidden = hidden.unsqueeze(1)
@@ -198,8 +193,7 @@ def _hide_unselected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    """Arguments that change the result and are not served: an error, where ignoring them would be a
-    wrong answer."""
+    """Arguments that change the result and are not served: an error, not a wrong answer."""
     for name in ("block_indices", "cache"):
         if kwargs.get(name) is not None:
             raise ConfigError(

@@ -56,8 +56,7 @@ class Implementations:
         self._verdicts: dict[Any, str] = {}
 
     def refused(self, module: Any) -> str:
-        """Returns why lz leaves the attention of this module alone, or "" where it knows what is
-        computed."""
+        """Returns why lz leaves this module's attention alone; "" where it knows it."""
         forward = interface_forward(module)
         if forward is None:
             # it calls torch's attention by itself, or nothing that lz computes
@@ -89,8 +88,7 @@ class Implementations:
 
 
 def eager_name(forward: FunctionType) -> str:
-    """Returns the global by which a forward finds its eager attention; "" where there is no single
-    one."""
+    """Returns the global through which a forward finds its eager attention; "" if not one."""
     names = [n for n in forward.__code__.co_names if "eager" in n
              and callable(forward.__globals__.get(n))]
     return names[0] if len(names) == 1 else ""
@@ -112,8 +110,7 @@ def _is_stock(forward: FunctionType, name: str) -> bool:
 
 
 def _sizes(module: Any) -> tuple[int, int, int] | None:
-    """Heads, key heads and head dimension that an eager function of this module can be tried with.
-    """
+    """Heads, key heads and head dimension to try an eager function of this module with."""
     groups, sinks, dim = (getattr(module, n, None)
                           for n in ("num_key_value_groups", "sinks", "head_dim"))
     groups, dim = (value if isinstance(value, int) else default

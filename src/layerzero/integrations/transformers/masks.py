@@ -22,8 +22,7 @@ _VALUES = "_layerzero_values"
 
 
 class Pattern(NamedTuple):
-    """The pattern of a mask: keys [first, last) are seen, the last query on the last of them;
-    windows as lz.attention's."""
+    """The pattern of a mask: keys [first, last) are seen, the last query on the last of them."""
 
     first: int
     last: int
@@ -41,8 +40,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     if pattern.last < arguments["kv_length"] and arguments["q_length"] == 1:
         # without a mask, one query would see keys that are not there yet
         arguments["allow_is_causal_skip"] = False
-    # Overwriting a mask must be seen later, and tensors made in inference mode do not count their
-    # versions.
+    # Overwriting a mask must be seen; tensors of inference mode do not count versions.
     with torch.inference_mode(False):
         mask: Tensor | None = masking_utils.sdpa_mask(**arguments)
     if mask is not None:
@@ -51,8 +49,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
-    """Returns the pattern of a mask for so many queries and keys, if it has one and was not
-    overwritten since."""
+    """Returns the pattern of a mask for these lengths, if it has one and was not overwritten."""
     noted = getattr(mask, _ATTRIBUTE, None)
     if noted is None or noted[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
@@ -60,8 +57,7 @@ def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
 
 
 def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
-    """Returns the pattern that the values of an additive mask follow, if any; looked up once for
-    all layers."""
+    """Returns the pattern that an additive mask follows, if any; looked up once per model."""
     if not mask.is_floating_point() or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return None
     if (masking_utils.is_tracing(mask)
@@ -129,16 +125,14 @@ def _is_full(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
 
 
 def _tracing(arguments: dict[str, Any]) -> bool:
-    """Returns whether values cannot be looked at: then the mask is computed in the graph, as
-    transformers does it."""
+    """Returns whether values cannot be read: then the graph computes the mask."""
     offset = arguments["q_offset"]
     return masking_utils.is_tracing(arguments["attention_mask"]) or (
         isinstance(offset, Tensor) and masking_utils.is_tracing(offset))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
-    """Returns what a mask function is made of: the code of it and of those it calls, and the values
-    they hold."""
+    """Returns what a mask function is made of: its code, its callees' code, their values."""
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)

@@ -61,8 +61,7 @@ class _Owned:
 
 @dataclass
 class Changes:
-    """Records what lz.patch did to modules: the class that each one had, and those that got a
-    configuration of their own."""
+    """Records what lz.patch did: the class that each module had, and new configurations."""
 
     classes: dict[nn.Module, type] = field(default_factory=dict)
     configs: list[nn.Module] = field(default_factory=list)
@@ -82,18 +81,14 @@ class Changes:
         module.__class__ = patched_class(stock_of(module), recipe)
 
     def own_config(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Gives a module its own copy of its configuration; `memo` has one for all that share it.
-        """
+        """Gives a module its own copy of its configuration; `memo` has one for all sharers."""
         stock: Any = module.config
         ours = copy.deepcopy(stock, memo)
         vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
         self.configs.append(module)
 
     def undo(self) -> int:
-        """Makes the modules what they were; returns how many changed.
-
-        What was undone since is skipped.
-        """
+        """Makes the modules what they were, unless already undone; returns how many changed."""
         undone, weights, hidden = set(), [], []
         for module, before in self.classes.items():
             recipe = recipe_of(module)
@@ -151,12 +146,8 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 
 
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
-          skip: Iterable[str] = ()) -> tuple[
-        PatchReport, Changes]:
-    """lz.patch, and what it changed: undoing that leaves what was patched before.
-
-    All of it is done, or nothing.
-    """
+          skip: Iterable[str] = ()) -> tuple[PatchReport, Changes]:
+    """lz.patch, all or nothing, and what it changed, to be undone."""
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()
@@ -226,8 +217,7 @@ def _patch_modules(
 
 
 def _rope_obstacle(module: nn.Module) -> str:
-    """Models compute rope by a few torch operations; a kernel made of torch operations gains
-    nothing over that."""
+    """Models compute rope by a few torch operations; a kernel made of torch's gains nothing."""
     own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
                NOWHERE)
     if own.device.type == "meta":
@@ -259,8 +249,7 @@ def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow],
         rows[ModuleRow("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
 
 
-# Attention: sdpa by the interface of transformers, for this model alone; eager functions where they
-# are called.
+# Attention: sdpa by transformers' interface, for this model alone; eager where it is called.
 
 def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Changes) -> None:
     paths = {path: m for path, m in model.named_modules() if interface_forward(m)}
@@ -293,8 +282,7 @@ def _serves(module: nn.Module) -> bool:
 
 
 def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Changes) -> None:
-    """Names lz in every configuration that says sdpa, if all the attention that may see its masks
-    is known."""
+    """Names lz in every configuration that says sdpa, if all attention that sees it is known."""
     holders: dict[int, list[nn.Module]] = {}
     for whole in _transformers_models(model):
         if whole._can_set_attn_implementation():

@@ -67,8 +67,7 @@ def codes_of(module: Any) -> WeightCodes | None:
 
 
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
-    """Returns the codes of layers whose rows follow one another, as one weight; None where they do
-    not."""
+    """Returns the codes of layers whose rows follow one another, as one weight, or None."""
     held = [vars(module).get(CODES) for module in modules]
     if any(h is None or h.joined is not held[0].joined for h in held):
         return None
@@ -77,8 +76,7 @@ def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
 
 
 def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
-    """Returns a weight (outputs, inputs) in the format that is wanted, or the one that stands for
-    it on this device."""
+    """Returns a weight (outputs, inputs) in the wanted format, or its stand-in on this device."""
     inputs, on_cpu = weight.shape[1], weight.device.type == "cpu"
     name, size = wanted.stored_format(weight.device, inputs), wanted.group_size
     if name in GGML_FORMATS:
@@ -96,8 +94,7 @@ def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
 
 
 def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> QuantizedLayers:
-    """Quantizes the linear layers of a model; `parts` are its DecoderParts, which say what belongs
-    to one product, or None."""
+    """Quantizes the linear layers of a model; `parts` says which belong to one product."""
     groups: list[list[Any]] = []
     for layer in () if parts is None else parts.layers:
         plain: Any = layer.mlp if hasattr(layer.mlp, "into") else layer.mlp.shared

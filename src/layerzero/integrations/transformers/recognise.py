@@ -243,8 +243,7 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """Returns the functions among the forward's globals that rotate queries and keys by cos and
-    sin."""
+    """Returns the functions among a forward's globals that rotate by cos and sin."""
     names = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -293,8 +292,7 @@ def _code(module: nn.Module) -> CodeType:
 
 
 def _writes(module: nn.Module) -> str:
-    """Returns the attribute or global that its forward stores to: something a replacement would not
-    do."""
+    """Returns the attribute or global that a forward stores to, as no replacement would."""
     stores = (i.argval for i in dis.get_instructions(_code(module))
               if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"))
     return str(next(stores, ""))
@@ -303,23 +301,20 @@ def _writes(module: nn.Module) -> str:
 def _may_drop(module: nn.Module) -> bool:
     """Returns whether the result may be random in training."""
     return (any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children())
-            or bool(
-         {"dropout", "training"} & set(_code(module).co_names)))
+            or bool({"dropout", "training"} & set(_code(module).co_names)))
 
 
 # Trying it out.
 
 def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """Returns the same numbers each time, wherever `like` is, and torch's own generators stay as
-    they are."""
+    """Returns the same numbers each time, on any device, and leaves torch's generators alone."""
     generator = torch.Generator("cpu").manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=like.device, dtype=like.dtype)
 
 
 class ModuleTrial:
-    """A module on random inputs, and recipes beside it; on the module's device, as exactly as
-    memory allows."""
+    """A module on random inputs, and recipes beside it, as exactly as memory allows."""
 
     def __init__(self, module: nn.Module, widest: torch.dtype) -> None:
         own = next(module.parameters(), NOWHERE)
@@ -351,8 +346,7 @@ class ModuleTrial:
             return None
 
     def spread(self, weight: str, width: int, transposed: bool) -> Tensor:
-        """Returns an input whose product with this weight is spread wide enough to tell
-        activations."""
+        """Returns an input whose product with this weight is wide enough to tell activations."""
         matrix = self.weights[f"module.{weight}"].detach()
         matrix = matrix[0] if matrix.dim() == 3 else matrix
         x = random(self.like, 2, 3, width)
@@ -362,8 +356,7 @@ class ModuleTrial:
 
 @contextmanager
 def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[ModuleTrial]:
-    """Runs the block in eval mode, without autocast, with gradients; everything is as it was
-    afterwards."""
+    """Runs the block in eval mode, without autocast, with gradients; then restores all."""
     modes = [(m, m.training) for m in module.modules()]
     device = next(module.parameters(), NOWHERE).device
     try:
@@ -393,8 +386,7 @@ class _WithoutHooks(nn.Module):
 
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's own matrices, and random vectors: those of a fresh model are all ones or
-    zeros, which tell nothing."""
+    """Yields the module's matrices, and random vectors: a fresh model's tell nothing."""
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
         low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
                      else (0.0, 0.0))
@@ -421,8 +413,7 @@ def rotates(function: Callable[..., Any], form: str) -> bool:
 
 
 def same(stock: Any, ours: Any, close: float) -> bool:
-    """Tensors, or tuples of them, that are equal up to rounding, both with a gradient or neither.
-    """
+    """Tensors, or tuples of them, equal up to rounding, both with a gradient or neither."""
     if isinstance(stock, (tuple, list)) or isinstance(ours, (tuple, list)):
         return type(stock) is type(ours) and len(stock) == len(ours) and all(
             same(a, b, close) for a, b in zip(stock, ours))

@@ -36,10 +36,7 @@ _classes: WeakValueDictionary[tuple[type, Recipe], type] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Recipe:
-    """The computation of a module, in lz's words.
-
-    It says everything that is needed to make the class again.
-    """
+    """The computation of a module, in lz's words: all that is needed to make the class again."""
 
     kind: str                                  # one of KINDS
     op: str
@@ -56,8 +53,7 @@ class Recipe:
 
     @property
     def only_eager(self) -> bool:
-        """Nothing but the eager attention is replaced: the module may follow another recipe as
-        well."""
+        """Only the eager attention is replaced: the module may follow another recipe as well."""
         return self.kind == "attention" and bool(self.eager)
 
 
@@ -69,8 +65,7 @@ def patched_class(stock: type, recipe: Recipe) -> type:
         return known
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Let copy and pickle, which find a class by its name, make this one again from its
-        recipe."""
+        """Let copy and pickle, which find a class by name, make this one from its recipe."""
         reduced = super(ours, self).__reduce_ex__(protocol)
         if type(self) is not ours or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced                        # there is another way already
@@ -121,8 +116,7 @@ def _norm(stock: Forward, recipe: Recipe) -> Forward:
     norm, eps, offset, plain = public(recipe.op), recipe.eps, recipe.offset, torch.float32
     weight_name, bias_name = (*recipe.names, "", "")[:2]
 
-    # Under autocast torch computes norms of half floats in float32; and of mixed dtypes every class
-    # makes its own.
+    # Under autocast torch computes norms of halves in float32; of mixed dtypes, class by class.
     @functools.wraps(stock)
     def rms(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -155,8 +149,7 @@ def _linear(stock: Forward, recipe: Recipe) -> Forward:
     linear, wanted = public("linear"), len(recipe.names)
     transposed = recipe.transposed == (True,)
 
-    # Under autocast torch keeps the lowered copy of a weight for the whole region: that is its
-    # business.
+    # Under autocast torch keeps the lowered copy of a weight for the whole region.
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -203,8 +196,7 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def is_bare(layer: Any, kind: Any) -> bool:
-    """Nothing happens when this layer is called but its own forward, and that of the class we know.
-    """
+    """Calling this layer does nothing but its own forward, that of the class we know."""
     if type(layer) is not kind or "forward" in vars(layer):
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
@@ -235,8 +227,7 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
     return forward
 
 
-# A function that the forward finds among its module's globals is replaced in a copy of the forward
-# alone.
+# A function among the globals of a forward is replaced in a copy of that forward alone.
 
 def _rope(stock: Forward, recipe: Recipe) -> Forward:
     assert isinstance(stock, FunctionType)
@@ -261,8 +252,7 @@ def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
-    """Returns a forward that calls torch's attention by itself, or the eager function of its
-    model."""
+    """Returns a forward that calls torch's attention itself, or its model's eager function."""
     assert isinstance(stock, FunctionType)
     if recipe.eager:
         ours = rewired(stock, _eager(stock, recipe))
@@ -278,8 +268,7 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
-    """The eager attention among the globals of the forward, as lz computes it; nothing where it
-    stays."""
+    """The eager attention among the forward's globals, as lz computes it; nothing if it stays."""
     if not recipe.eager:
         return {}
     from .attention import matches_eager  # imports transformers, which is there by now

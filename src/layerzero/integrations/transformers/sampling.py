@@ -31,10 +31,8 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p")        # what both call it
 
 
 class Draw(LogitsProcessor):  # type: ignore[misc]
-    """Filters and draws.
-
-    The scores that it gives leave one token, so that the draw that follows takes it.
-    """
+    """Filters and draws. The scores that it gives leave one token, so that the draw that follows
+    takes it."""
 
     def __init__(self, **by: float) -> None:
         self.filters = by
@@ -68,8 +66,7 @@ def drawing(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the `_sample` of a model that draws by lz.sample."""
     @functools.wraps(stock)
     def _sample(self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
-                generation_config: Any,
-                *args: Any, **kwargs: Any) -> Any:
+                generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(self, input_ids, with_draw(logits_processor, generation_config),
                      stopping_criteria, generation_config, *args, **kwargs)
 

@@ -81,8 +81,7 @@ class Trial:
     """The model as it was, with the same weights, to compare with; and the decoder in either, which
     is the model itself or a part that gets its tokens embedded."""
 
-    def __init__(self, model: Any, decoder: Any, report: Acceleration,
-                 apart: bool = False) -> None:
+    def __init__(self, model: Any, decoder: Any, report: Acceleration, apart: bool = False) -> None:
         """`apart`: the weights will be replaced by codes; the stock model keeps them meanwhile."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None

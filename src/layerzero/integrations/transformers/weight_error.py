@@ -103,8 +103,7 @@ def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tupl
 
 
 def _tokenizer(model: Any) -> Any:
-    """Returns the tokenizer in the folder that the model was loaded from, without asking the
-    network."""
+    """Returns the tokenizer in the folder the model was loaded from, without the network."""
     name = getattr(model, "name_or_path", "")
     if not name:
         return None

@@ -90,8 +90,7 @@ class Arena:
         return offset if offset >= 0 and offset + nbytes <= self.size else None
 
     def make_private(self) -> None:
-        """Runs in a forked child: what the parent writes from now on must not show in the child's
-        results, nor the other way round."""
+        """Runs in a forked child: neither process may see what the other writes from now on."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,

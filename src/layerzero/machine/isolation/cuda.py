@@ -75,8 +75,7 @@ def rebuild(shared: Mapping[str, Any]) -> Tensor:
 
 
 class Stage:
-    """Memory of a GPU for one call at a time, and two events that both processes know: the inputs
-    are there, the result is."""
+    """Memory of a GPU for one call at a time, and two shared events: inputs ready, result ready."""
 
     def __init__(self, memory: Tensor, handles: Sequence[str] = ()) -> None:
         self.memory, self.size = memory, memory.numel()
@@ -127,8 +126,7 @@ def _stage_for(worker: Worker, device: int, nbytes: int) -> Stage:
 
 
 def place(specs: Sequence[Spec], stage: Stage) -> tuple[list[Tensor], int]:
-    """Returns the tensors of a call in the stage, and where they end: the same in both
-    processes."""
+    """Returns the tensors of a call in the stage, and their end: equal in both processes."""
     views, end = [], 0
     for spec in specs:
         views.append(spec.view(stage.memory, end))

@@ -153,8 +153,7 @@ class Pool:
         self._put_back(self._take(start=True))
 
     def _start(self) -> Worker:
-        """Starts a worker, and has it load what the others have. The caller is among the starters.
-        """
+        """Starts a worker and has it load what the others have; the caller is a starter."""
         worker = None
         try:
             worker = Worker(self.name, self.python, self.limits())
@@ -219,8 +218,7 @@ class Pool:
 _pools: dict[tuple[str, str], Pool] = {}
 
 
-def pool_of(name: str, python: str, limits: Callable[[], Limits],
-            size: Callable[[], int]) -> Pool:
+def pool_of(name: str, python: str, limits: Callable[[], Limits], size: Callable[[], int]) -> Pool:
     """Returns the pool of a library and an interpreter; there is one of each pair."""
     pool = _pools.get((name, python))
     if pool is None or pool.closed:

@@ -84,6 +84,7 @@ _SAME_TYPE = {t.__name__: t for t in (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
     NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError)}
 _PLAIN = (type(None), bool, int, float, str)
+NO_ANSWER = (Late, Closed, Garbled)
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,7 @@ class Worker:
         try:
             self.process = subprocess.Popen(
                 [python or sys.executable, "-c", _BOOT, json.dumps(config)], pass_fds=fds,
-                stdin=subprocess.DEVNULL, stdout=2, env=environment(python),
-                start_new_session=True)
+                stdin=subprocess.DEVNULL, stdout=2, env=environment(python), start_new_session=True)
         except OSError as e:
             self.close()
             raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
@@ -216,13 +216,8 @@ class Worker:
                 if any(t is other for other in written) and copy is not None:
                     unexpanded(t).copy_(copy)
             return result
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
@@ -236,13 +231,8 @@ class Worker:
             self.link.send(kind, body)
             answered, answer = self.link.receive(seconds)
             self.busy = False
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
@@ -250,8 +240,7 @@ class Worker:
             raise self._fault(answered, answer)
         return answer
 
-    def form(self, key: Any, kernel: str, values: Sequence[Any],
-             tensors: Sequence[Tensor]) -> Form:
+    def form(self, key: Any, kernel: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> Form:
         """Returns the form of a call; the worker is told of a new one."""
         known = self.forms.get(key)
         if known is not None:
@@ -300,8 +289,7 @@ class Worker:
         return form.pack(*where, positions), room, copies
 
     def _place(self, t: Tensor, spec: Spec, written: Sequence[Tensor]) -> int | None:
-        """Returns the position of a tensor that lies in shared memory already; None if it must be
-        copied."""
+        """Returns the position of a tensor in shared memory; None if it must be copied."""
         if (t.stride() != spec.strides or t.is_conj() or t.is_neg()
             or any(t is other for other in written)):
             return None
@@ -372,19 +360,21 @@ class Worker:
         return WorkerLost(self.name,
                           f"its answer cannot be read ({what}), so it was stopped"[:400])
 
+    def _no_answer(self, problem: Exception, seconds: float) -> WorkerFault:
+        """Returns the error for an answer that is late, cut off or cannot be read."""
+        if isinstance(problem, Late):
+            self.kill()
+            return WorkerTimeout(self.name, seconds)
+        return self._lost() if isinstance(problem, Closed) else self.garbled(problem)
+
     def _wait(self, seconds: float, kind: int = 0, body: bytes = b"") -> tuple[int, bytes]:
         """Waits for an answer that is not of a call, after sending what it answers, if anything."""
         try:
             if kind:
                 self.link.send(kind, body)
             return self.link.receive(seconds)
-        except Late:
-            self.kill()
-            raise WorkerTimeout(self.name, seconds) from None
-        except Closed:
-            raise self._lost() from None
-        except Garbled as e:
-            raise self.garbled(e) from None
+        except NO_ANSWER as e:
+            raise self._no_answer(e, seconds) from None
         except BaseException:                  # an interrupt
             self.kill()
             raise
@@ -442,8 +432,7 @@ class Worker:
 
 
 def environment(python: str) -> dict[str, str]:
-    """Returns the variables of a worker: another interpreter has its own path, and no worker has
-    workers."""
+    """Returns a worker's variables: another interpreter has its own path, none has workers."""
     environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}
     if python:
         return {k: v for k, v in environ.items()

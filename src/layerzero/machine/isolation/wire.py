@@ -264,8 +264,7 @@ class Spec(NamedTuple):
             raise Garbled(f"{self} takes another number of bytes"[:300])
 
     def view(self, memory: Any, offset: int) -> Tensor:
-        """Returns the tensor at `offset` of a buffer, or of a tensor of bytes, which it keeps
-        alive."""
+        """Returns the tensor at `offset` of a buffer, or of bytes, which it keeps alive."""
         dtype = getattr(torch, self.dtype)
         device = memory.device if isinstance(memory, Tensor) else None
         # a view made in inference mode could not be written outside it

@@ -26,9 +26,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 class QuantizedWeight(NamedTuple):
     """A weight for lz.quantized_linear(x, weight_q, scales, zeros, format=…, group_size=…).
-
-    input_order: None, or the order in which its inputs lie: give x[..., input_order].
-    """
+    input_order: None, or the order in which its inputs lie: give x[..., input_order]."""
 
     weight_q: Tensor
     scales: Tensor

@@ -89,8 +89,7 @@ def choose_format(device: str | Device = "cpu", accuracy: float | str = "balance
 
 
 def unsupported(name: str, device: Device) -> Reason | None:
-    """Returns why the device cannot compute with the format, or None. nf4 is only stored: it is
-    unpacked anywhere."""
+    """Returns why the device cannot compute with the format, or None. nf4 is only stored."""
     facts = device.facts()
     if name in ("mxfp4", "nvfp4") and not facts["supports_fp4"]:
         return Reason(Code.QUANT_FORMAT_UNSUPPORTED,

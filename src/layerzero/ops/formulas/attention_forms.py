@@ -87,10 +87,8 @@ def unwrap_bias(values: Values) -> Values | None:
 
 
 def _merge_causal(values: Values) -> Values:
-    """A mask beside is_causal: no key right of the diagonal is what a window of 0 says too.
-
-    Torch's fused implementations take both, its MATH does not and is held to by sdpa_kernel(MATH).
-    """
+    """A mask beside is_causal: no key right of the diagonal is what a window of 0 says too. Torch's
+    fused implementations take both, its MATH does not and is held to by sdpa_kernel(MATH)."""
     if values["attn_mask"] is None or not values["is_causal"]:
         return values
     if not any(is_enabled() for is_enabled in FUSED):
@@ -233,8 +231,7 @@ def _on_storage(t: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Returns the layout by the shapes, or by the strides with a warning; raises InvalidCall if
-    neither decides."""
+    """Returns the layout by shapes, or by strides with a warning; InvalidCall if neither tells."""
     for name, t in zip(QKV, (query, key, value)):
         if t.dim() != 4:
             raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))

@@ -64,8 +64,7 @@ def listed_blocks(mask: Any) -> Blocks:
 
 def _table(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool,
-                        device=indices.device)
+    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     # what is behind the count goes to a column of its own
     table.scatter_(-1, torch.where(listed, indices, columns).long(), True)
     return table[..., :rows, :columns]

@@ -12,8 +12,7 @@ from ...spec.rules import Wording, Words
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-# For `Op.reference_kernel` of a formula that reads lengths or indices on the host: nothing can
-# capture or trace it.
+# For `Op.reference_kernel` of a formula that reads the host: it cannot be captured or traced.
 READS_ON_HOST: dict[str, Any] = {
     "overhead_us": 50.0, "graph_safe": False, "traceable": False,
     "note": "reads lengths on the host"}
@@ -62,8 +61,7 @@ def position_terms(
     seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int,
     window_right: int, alibi_slopes: Tensor | None, device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k),
-    or None for either."""
+    """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys, or None."""
     if not is_causal and window_left < 0 and window_right < 0 and alibi_slopes is None:
         return None, None
     offset = seq_k - seq_q if causal_align == "bottom_right" else 0
@@ -80,16 +78,14 @@ def position_terms(
 
 
 def empty_result(query: Tensor, head_dim_v: int, return_lse: bool) -> Any:
-    """Returns empty tensors like the attention of packed queries (tokens, heads, head_dim), with
-    the log-sum-exp if asked for."""
+    """Returns empty tensors like the attention of packed queries, with lse if asked for."""
     out = query.new_empty((*query.shape[:2], head_dim_v))
     wide = torch.promote_types(query.dtype, torch.float32)
     return (out, query.new_empty(query.shape[:2], dtype=wide)) if return_lse else out
 
 
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over the last dimension with at least float32 accumulation; the result has x's
-    dtype."""
+    """RMS norm over the last dimension, accumulated in float32 or wider, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
@@ -97,8 +93,7 @@ def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,
                 dtype: torch.dtype, device: str, magnitude: int = 1) -> Tensor:
-    """Returns test inputs (*rows, hidden), stored "padded", "sparse", "transposed" or
-    contiguous."""
+    """Returns inputs (*rows, hidden), stored "padded", "sparse", "transposed" or contiguous."""
     def rand(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=gen).to(dtype) * magnitude).to(device)
 

@@ -43,8 +43,7 @@ from .ggml_search import (
 
 @dataclass(frozen=True)
 class GgmlFormat:
-    """A block format; `activations` is the one that ggml rounds the other operand of a product to.
-    """
+    """A block format; ggml rounds the other operand of a product to `activations`."""
 
     name: str
     block: int                                 # values
@@ -90,9 +89,7 @@ def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bits(packed: Tensor, width: int, run: int) -> Tensor:
     """Returns codes of `width` bits: the lowest of each of `run` bytes, then the next of each …
-
-    (..., n) bytes -> (..., n * 8 // width) codes.
-    """
+    (..., n) bytes -> (..., n * 8 // width) codes."""
     mask = (1 << width) - 1
     if run % 8:
         runs = packed.unflatten(-1, (-1, 1, run))
@@ -227,9 +224,7 @@ DECODERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
 
 def dequantize_blocks(blocks: Tensor, format: str, wide: torch.dtype = torch.float32) -> Tensor:
     """Returns the values of ggml's blocks: uint8 (..., row_bytes) -> float32 (..., k), as ggml.
-
-    wide=torch.float64 gives them without any rounding.
-    """
+    wide=torch.float64 gives them without any rounding."""
     size = GGML_FORMATS[format].block_bytes
     return DECODERS[format](blocks.unflatten(-1, (-1, size)), wide).flatten(-2)
 

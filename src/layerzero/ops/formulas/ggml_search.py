@@ -29,8 +29,7 @@ def quotient(numerator: float, d: Tensor) -> Tensor:
 
 
 def inverse(d: Tensor, numerator: float = 1.0) -> Tensor:
-    """Returns numerator / d, and 0 where that is not finite; ggml has 0 for 0, and no other limit.
-    """
+    """Returns numerator / d, and 0 where that is not finite, as ggml does for 0."""
     ratio = quotient(numerator, d)
     return torch.where(ratio.isfinite(), ratio, 0.0)
 
@@ -184,10 +183,8 @@ def make_iq4_scales(x: Tensor) -> tuple[Tensor]:
 
 
 def search_parts(x: Tensor, length: int, search: Any, *options: Any) -> tuple[Tensor, ...]:
-    """Runs a search over the parts of blocks x (..., n, block), some at a time.
-
-    A result of a part gives (..., n, parts), of each value (..., n, block).
-    """
+    """Runs a search over the parts of blocks x (..., n, block), some at a time. A result of a part
+    gives (..., n, parts), of each value (..., n, block)."""
     pieces = x.reshape(-1, length).split(PARTS_AT_ONCE)
     results = (torch.cat(r, -1)
                for r in zip(*(search(p.t().contiguous(), *options) for p in pieces)))

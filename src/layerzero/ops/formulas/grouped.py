@@ -43,9 +43,9 @@ def read_items(items: Tensor, tokens_q: int, tokens_k: int, max_seqlen_q: int, m
                            f"rows {q_start} to {q_start + n}")
         if m and (k_start < 0 or (chunk_starts is None and k_start > tokens_k - m)):
             raise _invalid(i, f"within the {tokens_k} key rows", f"keys {k_start} to {k_start + m}")
-    taken = sorted((item.q_start, item.q_start + item.n, i) for i, item in enumerate(rows)
+    query_ranges = sorted((item.q_start, item.q_start + item.n, i) for i, item in enumerate(rows)
                    if item.n)
-    for (_, last, _), (first, end, i) in pairwise(taken):
+    for (_, last, _), (first, end, i) in pairwise(query_ranges):
         if first < last:
             raise _invalid(i, "query rows that no other item has", f"rows {first} to {end}")
     if chunk_starts is not None and chunk_lengths is not None:
@@ -87,9 +87,7 @@ def check_items(values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
 
 def key_rows(item: Item, starts: Tensor | None, length: int) -> Tensor | slice:
     """Returns where the item's keys lie in the buffer: a slice, or row numbers in its chunks.
-
-    `starts` is the item's row of chunk_starts and `length` its chunk length.
-    """
+    `starts` is the item's row of chunk_starts and `length` its chunk length."""
     if starts is None:
         return slice(item.k_start, item.k_start + item.m)
     position = torch.arange(item.k_start, item.k_start + item.m, device=starts.device)
@@ -97,10 +95,8 @@ def key_rows(item: Item, starts: Tensor | None, length: int) -> Tensor | slice:
 
 
 def trim(item: Item, window_left: int, right: int) -> Item:
-    """Returns the item without the query rows that see no key and the keys that no row sees.
-
-    The last query stays aligned with the last key. `right`: 0 if causal, else window_right.
-    """
+    """Returns the item without the query rows that see no key and the keys that no row sees. The
+    last query stays aligned with the last key. `right`: 0 if causal, else window_right."""
     q_start, n, k_start, m = item
     hidden_rows = min(max(n - m - right, 0), n) if right >= 0 else 0
     if not m:

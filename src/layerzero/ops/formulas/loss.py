@@ -31,8 +31,7 @@ def row_losses(logits: Tensor, targets: Tensor, ignore_index: int,
 
 
 def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduces row losses; the mean is over the rows that are not ignored, NaN if all are, as in
-    torch."""
+    """Reduces row losses; the mean is over rows not ignored, NaN if all are, as in torch."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -55,8 +54,7 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
 
 
 def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str,
-                   dtype: str,
-                   device: str, ignore_index: int) -> Tensor:
+                   dtype: str, device: str, ignore_index: int) -> Tensor:
     """Returns test inputs: `ignored` is "", "some" or "all"."""
     targets = torch.randint(0, vocab, rows, generator=gen)
     if ignored:

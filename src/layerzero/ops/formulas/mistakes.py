@@ -20,17 +20,13 @@ from .quant import pack_nibbles, unpack_nibbles
 
 def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration:
     """Returns the alteration that replaces one argument by `value`, or by value(arguments) if it is
-    a function.
-
-    It does not apply where the argument is absent or has that value already.
-    """
+    a function. It does not apply where the argument is absent or has that value already."""
     def alter(op: Any, v: Values) -> Values | None:
         if name not in v or v[name] is None:
             return None
         new = value(v) if callable(value) else value
         same = (torch.equal(new, v[name]) if isinstance(new, Tensor) and new.shape == v[name].shape
-                else (
-             not isinstance(v[name], Tensor) and new == v[name]))
+                else not isinstance(v[name], Tensor) and new == v[name])
         return None if same else {**v, name: new}
 
     return Alteration(kind, words, alter)
@@ -106,8 +102,7 @@ SCORES = (
     Alteration("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0
                else {**v, "scale": 1.0}),
     replace_argument("scale", "the default scale whatever was given", "scale",
-                     lambda v: v["query"].shape[-1] ** -0.5
-         if "query" in v else 1.0),
+                     lambda v: v["query"].shape[-1] ** -0.5 if "query" in v else 1.0),
     Alteration("scale", "the scale applied twice", lambda op, v: {**v, "scale": scale_of(v) ** 2}),
     replace_argument("mask", "causality ignored", "is_causal", False),
 )
@@ -125,8 +120,7 @@ WINDOW = (
       for name in ("window_left", "window_right")),
 )
 
-def lse_of(kind: str, words: str,
-           alter: Callable[[Any, Values], Values | None]) -> Alteration:
+def lse_of(kind: str, words: str, alter: Callable[[Any, Values], Values | None]) -> Alteration:
     """Returns the alteration of the log-sum-exp alone; the output is right."""
     def change(op: Any, v: Values) -> Results | None:
         altered = alter(op, v) if v.get("return_lse") else None
@@ -184,8 +178,7 @@ PAGES = (
     Alteration("out of bounds", "the whole last page read", lengthen_context(10 ** 6)),
     Alteration("mask", "the last token left out", lengthen_context(-1)),
     Alteration("stale page", "the pages of a sequence taken in the order of the pool",
-               rearrange_pages(
-        lambda row: row.sort().values)),
+               rearrange_pages(lambda row: row.sort().values)),
     Alteration("stale page", "the first page of a sequence read for all of them", rearrange_pages(
         lambda row: row[:1].expand_as(row))),
     Alteration("stale page", "the pages of a sequence taken backwards",
@@ -198,8 +191,7 @@ NORM = (
     replace_argument("convention", "eps squared", "eps", lambda v: v["eps"] ** 2),
     replace_argument("scale", "the offset of the weight ignored", "offset", 0.0),
     Alteration("scale", "one added to the weight", lambda op, v: None if v.get("weight") is None
-               else {
-        **v, "weight": v["weight"] + 1.0}),
+               else {**v, "weight": v["weight"] + 1.0}),
 )
 
 
@@ -251,8 +243,7 @@ ROUTED = (
     replace_argument("scale", "the weights normalised", "normalize", True),
     replace_argument("scale", "the scaling factor left out", "routed_scaling_factor", 1.0),
     replace_argument("convention", "the other scoring function", "scoring",
-                     lambda v: "sigmoid" if v["scoring"] == "softmax"
-         else "softmax"),
+                     lambda v: "sigmoid" if v["scoring"] == "softmax" else "softmax"),
 )
 
 ACTIVATIONS = tuple(

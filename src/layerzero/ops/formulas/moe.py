@@ -37,8 +37,7 @@ def route(
     logits: Tensor, top_k: int, scoring: str, normalize: bool, n_group: int, topk_group: int,
     bias: Tensor | None, routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each token, best first, and their weights; of equal scores the lower
-    index wins."""
+    """Returns the experts of each token, best first, and weights; ties go to the lower index."""
     scores = score_experts(logits, scoring)
     choice = scores if bias is None else scores + bias.float()
     if n_group > 1:
@@ -59,11 +58,8 @@ def weigh_experts(chosen: Tensor, normalize: bool, routed_scaling_factor: float)
 
 
 def mask_groups(choice: Tensor, n_group: int, topk_group: int, two_best: bool) -> Tensor:
-    """Sets the scores of all but the best groups to -inf.
-
-    The score of a group is that of its best expert, or with a bias correction the sum of its two
-    best (DeepSeek-V3).
-    """
+    """Sets the scores of all but the best groups to -inf. The score of a group is that of its best
+    expert, or with a bias correction the sum of its two best (DeepSeek-V3)."""
     groups = choice.unflatten(-1, (n_group, -1))
     best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1) if two_best else groups.amax(-1)
     chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :topk_group]

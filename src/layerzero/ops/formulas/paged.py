@@ -17,16 +17,7 @@ from torch import Tensor
 
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from ...spec.rules import (
-    Condition,
-    Wording,
-    Words,
-    any_of,
-    at_least,
-    equals,
-    one_of,
-    present,
-)
+from ...spec.rules import Condition, Wording, Words, any_of, at_least, equals, one_of, present
 
 INTEGERS = ("int32", "int64")
 
@@ -93,14 +84,12 @@ def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any])
         return
     table = values["block_table"]
     sequences = read_spans(op, facts["tokens"], table, values["context_lens"],
-                           values["cu_seqlens_q"], facts["page_size"],
-                           values["max_seqlen_q"])
+                           values["cu_seqlens_q"], facts["page_size"], values["max_seqlen_q"])
     check_pages(op, facts["pages"], table, sequences, facts["page_size"])
 
 
 def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, second: str) -> None:
-    """Raises InvalidCall with KV cache codes, not just WRONG_NDIM, for malformed caches and page
-    tables."""
+    """Raises InvalidCall with KV cache codes for malformed caches and page tables."""
     for name in (first, second):
         if values[name].dim() != layout.count(",") + 1:
             raise InvalidCall.of(op, Reason(
@@ -160,15 +149,13 @@ METADATA_RULES: tuple[Condition, ...] = (
 
 
 def gather_pages(cache: Tensor, row: Tensor, length: int) -> Tensor:
-    """Returns the first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length,
-    ...)."""
+    """Returns the first `length` tokens on the pages of `row`, as (length, ...)."""
     pages = -(-length // cache.shape[1])
     return cache.index_select(0, row[:pages]).flatten(0, 1)[:length]
 
 
 def group_heads(q: Tensor, kv_heads: int) -> Tensor:
-    """Returns (tokens, heads, dim) as (kv_heads, group, tokens, dim), so that KV heads are a batch
-    for torch."""
+    """Returns (tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads are a batch."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 

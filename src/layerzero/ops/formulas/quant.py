@@ -85,8 +85,7 @@ def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
 
 
 def code_values(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the values of the sixteen codes of a four-bit format; for int4 before its zero is
-    subtracted."""
+    """Returns the values of a four-bit format's codes; int4's before its zero is subtracted."""
     values = {"int4": tuple(map(float, range(16))), "nf4": NF4}.get(name, E2M1)
     return torch.tensor(values, device=device, dtype=dtype)
 
@@ -118,8 +117,7 @@ def expand_scales(scales: Tensor, shape: torch.Size, block_size: int, block_rows
 
 def check_scales(op: str, name: str, scales: Tensor, shape: torch.Size, block_size: int,
                  block_rows: int) -> None:
-    """Raises InvalidCall with SCALE_LAYOUT_MISMATCH unless the scales fit a tensor of this shape.
-    """
+    """Raises InvalidCall (SCALE_LAYOUT_MISMATCH) unless the scales fit a tensor like this."""
     got = scales.shape
     if got == (1,) * len(shape) or (len(got) == len(shape) and got == (*shape[:-1], 1)):
         return
@@ -200,8 +198,7 @@ def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, 
 # Encoding and decoding.
 
 def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
-    """Encodes float32 values that are divided by their scale: nearest, ties to even, saturating;
-    NaN is 0."""
+    """Encodes values over their scale: nearest, ties to even, saturating; NaN is 0."""
     if fmt.name == "fp8_e4m3" or fmt.name == "fp8_e5m2":
         return ratio.clamp(-fmt.largest, fmt.largest).to(fmt.storage)      # NaN stays NaN
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)

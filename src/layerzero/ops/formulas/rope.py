@@ -17,8 +17,7 @@ STYLES = ("rotate_half", "interleaved")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """Rotates the first 2 * cos.shape[-1] elements of each row of `x`; cos and sin broadcast over
-    the heads."""
+    """Rotates the first 2 * cos.shape[-1] elements of rows; cos and sin broadcast over heads."""
     half = cos.shape[-1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if style == "interleaved":
@@ -32,8 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str,
                   dtype: torch.dtype) -> Tensor:
-    """Returns the rows of `table` for the tokens, in at least float32, with an axis of size 1 for
-    the heads."""
+    """Returns the tokens' rows of `table`, float32 or wider, with an axis for the heads."""
     rows = table if position_ids is None else torch.nn.functional.embedding(position_ids, table)
     return rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3 if layout == "bhsd"
                                                                         else -2)
@@ -61,17 +59,14 @@ def ntk_frequencies(dim: int, base: float, factor: float) -> Tensor:
 
 def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int,
                             seq_len: int) -> Tensor:
-    """Returns NTK-aware frequencies with the factor for `seq_len`; unscaled up to the original
-    length."""
+    """Returns NTK-aware frequencies for `seq_len`; unscaled up to the original length."""
     seq_len = max(seq_len, original)
     return ntk_frequencies(dim, base, (factor * seq_len / original) - (factor - 1))
 
 
 def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_fast: float,
-                     beta_slow: float,
-                     truncate: bool) -> Tensor:
-    """Returns YaRN frequencies: high ones are kept, low ones are interpolated, with a ramp
-    between."""
+                     beta_slow: float, truncate: bool) -> Tensor:
+    """Returns YaRN frequencies: high ones kept, low ones interpolated, a ramp between."""
     def pair_with_rotations(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
@@ -99,8 +94,7 @@ def yarn_attention_factor(factor: float, mscale: float | None,
 
 def llama3_frequencies(dim: int, base: float, factor: float, original: int, low_freq_factor: float,
                        high_freq_factor: float) -> Tensor:
-    """Returns Llama 3 frequencies: long wavelengths are interpolated, short ones kept, those
-    between blended."""
+    """Returns Llama 3 frequencies: long wavelengths interpolated, short kept, others blended."""
     plain = frequencies(dim, base)
     wavelength = 2 * math.pi / plain
     is_long, is_short = (wavelength > original / low_freq_factor,
@@ -122,8 +116,7 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 
 def proportional_frequencies(head_dim: int, base: float, factor: float,
                              proportion: float) -> Tensor:
-    """Returns frequencies for the first `proportion` of the pairs of a head, zeros for the
-    others."""
+    """Returns frequencies for the first `proportion` of a head's pairs, zeros for the rest."""
     rotated_pairs = int(proportion * head_dim // 2)
     rotating = 1.0 / (base ** (torch.arange(0, 2 * rotated_pairs, 2,
                                             dtype=torch.int64).to(torch.float32) / head_dim))

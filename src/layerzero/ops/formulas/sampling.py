@@ -42,24 +42,21 @@ def mix_int(word: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 tensors, whose products wrap; masks make the right shifts
-    logical."""
+    """SplitMix64's finalizer on int64 tensors, whose products wrap; shifts are masked."""
     for shift, factor in _MIX:
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * as_int64(factor)
     return words ^ (words >> 31 & (1 << 33) - 1)
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Returns float64, in which sums and comparisons are done, or float32 if the device has no
-    float64."""
+    """Returns float64, for sums and comparisons, or float32 if the device has none."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tensor | None,
                    seed: int | None, seed_rows: Tensor | None, offset: int,
                    generator: torch.Generator | None) -> Tensor:
-    """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from the seeds, or from torch's
-    generator."""
+    """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from seeds, or torch's."""
     wide = accumulator_dtype(device)
     if uniforms is not None:
         return uniforms.to(wide).reshape(batch, draws).clamp(0.0, 1.0)
@@ -81,17 +78,13 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Returns the column of each row that `uniform` (batch, 1) selects; weights are >= 0, float64,
-    by token id.
-
-    A column of weight zero is never selected, unless all are.
-    """
+    by token id. A column of weight zero is never selected, unless all are."""
     cumulative = weights.cumsum(-1)
     return first_beyond(weights, cumulative, uniform * cumulative[:, -1:])
 
 
 def first_beyond(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """Returns the first column of positive weight whose cumulative weight exceeds `target`, or the
-    last."""
+    """Returns the first column of positive weight whose sum exceeds `target`, or the last."""
     # x * below is the next number below x
     below = 1.0 - torch.finfo(cumulative.dtype).eps / 2
     target = torch.minimum(target, cumulative[:, -1:] * below)
@@ -157,9 +150,7 @@ def token_weights(scores: Tensor, from_probs: bool) -> Tensor:
 
 def keep_mask(ranked: Tensor, filters: Filters, total: Tensor | None = None) -> Tensor:
     """Returns which weights, sorted in descending order, pass top-k, then top-p, then min-p.
-
-    `total` is the mass of all tokens, if `ranked` holds only the first of them.
-    """
+    `total` is the mass of all tokens, if `ranked` holds only the first of them."""
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
     keep = rank < filters.top_k
     if isinstance(filters.top_p, Tensor) or filters.top_p < 1.0:
@@ -194,8 +185,7 @@ def apply_penalties(logits: Tensor, history: Tensor | None, token_counts: Tensor
 
 
 def penalize(x: Tensor, seen: Tensor, counts: Tensor, penalties: Penalties) -> Tensor:
-    """Applies penalties elementwise. Repetition divides positive logits and multiplies negative
-    ones."""
+    """Applies penalties elementwise; repetition divides positive logits, multiplies others."""
     repetition, presence, frequency = (p.to(x.dtype) if isinstance(p, Tensor) else p
                                        for p in penalties)
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -203,8 +193,7 @@ def penalize(x: Tensor, seen: Tensor, counts: Tensor, penalties: Penalties) -> T
 
 
 def count_tokens(history: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Returns (batch, vocab), the count of each token in the history; ids outside the vocabulary
-    are padding."""
+    """Returns (batch, vocab), each token's count in the history; ids outside are padding."""
     counts = torch.zeros((history.shape[0], vocab + 1), dtype=dtype, device=history.device)
     return counts.scatter_add_(1, token_columns(history, vocab),
                                torch.ones_like(history, dtype=dtype))[:, :vocab]
@@ -222,8 +211,7 @@ def scalar_or_column(scalar: float, rows: Tensor | None) -> Number:
 
 def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
                  min_p: float = 0.0, from_probs: bool = False) -> Tensor:
-    """Returns (batch, vocab), the probabilities that lz.sample draws from, at least float32; zeros
-    if none is possible."""
+    """Returns (batch, vocab), the probabilities lz.sample draws from; zeros if none is possible."""
     scores = rank_scores(logits, temperature, None, from_probs)
     filters = make_filters(scores.shape[-1], temperature, top_k, top_p, min_p, None, None, None,
                            None, scores.dtype)
@@ -233,8 +221,7 @@ def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
 
 
 def filter_weights(scores: Tensor, filters: Filters, from_probs: bool) -> Tensor:
-    """Returns weights by token id, zero where a filter removed the token. Equal scores rank by
-    token id."""
+    """Returns weights by token id, zero where filtered out. Equal scores rank by token id."""
     weights = token_weights(scores, from_probs)
     if filters.max_top_k == 1:
         return one_hot(scores.argmax(-1, keepdim=True), weights) * (weights > 0)
@@ -255,8 +242,7 @@ def clean_probs(probs: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def residual_weights(target: Tensor, draft: Tensor) -> Tensor:
-    """Returns max(target - draft, 0), the target after a rejection; the target itself if rounding
-    leaves nothing."""
+    """Returns max(target - draft, 0), the target after a rejection; the target if that is 0."""
     left = (target - draft).clamp(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 

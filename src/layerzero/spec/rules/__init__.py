@@ -78,8 +78,7 @@ class Rule(Record, omit="repair"):
         return f"{name} is {self.want.replace('absent', 'None')}"
 
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
-        """Returns the answer if each leaf has that of `verdict`; None is "unknown", there and
-        here."""
+        """Returns the answer if each leaf has that of `verdict`; None is "unknown"."""
         return verdict(self)
 
     def expression(self, variable: Callable[[str], str]) -> str:

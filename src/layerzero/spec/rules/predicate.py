@@ -90,10 +90,7 @@ class Predicate(ABC):
     def over_span(self, low: Number, high: Number, multiples: Collection[int] = (),
                   others: Collection[int] = ()) -> bool | None:
         """Returns the answer for all numbers from `low` to `high`; None if they differ or cannot be
-        told.
-
-        All these numbers are multiples of each of `multiples` and of none of `others`.
-        """
+        told. All these numbers are multiples of each of `multiples` and of none of `others`."""
         at, above, below, _ = self.cuts()
         if low != high and (any(low <= n <= high for n in at) or any(low <= n < high for n in above)
                             or any(low < n <= high for n in below)):

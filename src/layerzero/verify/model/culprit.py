@@ -30,12 +30,7 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
 from ..certification.diagnosis import CLASSES
-from ..kernel.contract import (
-    call,
-    formula,
-    results_of,
-    upcast,
-)
+from ..kernel.contract import call, formula, results_of, upcast
 from ..kernel.guarded import poisoned_memory
 from ..kernel.judging import ROUNDINGS, judge_result, worst_indices
 from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs
@@ -157,8 +152,7 @@ def _swaps(route: Route, kernels: Sequence[str], named: str) -> Iterator[Swap]:
 
 
 def _runs(route: Route, caller: LzCaller) -> list[Trace]:
-    """Runs the route plainly and over poisoned memory: unwritten elements may be right by
-    chance."""
+    """Runs the route plainly and over poisoned memory: unwritten may be right by chance."""
     plain = route.run(caller)
     with warnings.catch_warnings(), poisoned_memory():
         warnings.filterwarnings("ignore",
@@ -194,10 +188,8 @@ def keeps_contract(kernel: Kernel, stage_value: StageValue) -> bool:
 @torch.no_grad()
 def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: Tensor,
              kernel_is_right: bool = False) -> tuple[str, str]:
-    """Returns the class of an error (one of diagnosis.CLASSES) and the evidence.
-
-    With `kernel_is_right` the call is altered instead until the reference gives what was wanted.
-    """
+    """Returns the class of an error (one of diagnosis.CLASSES) and the evidence. With
+    `kernel_is_right` the call is altered instead until the reference gives what was wanted."""
     got, op = stage_value.value, kernel.op
     if kernel_is_right:
         for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):
@@ -232,8 +224,7 @@ def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: T
 
 
 def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, str] | None:
-    """Calls the kernel again, over poisoned memory and twice plainly. The expected result has no
-    NaN."""
+    """Calls the kernel again, over poisoned memory and twice plainly; nothing may be NaN."""
     with poisoned_memory():
         poisoned = results_of(call(kernel, values))[result]
     first, second = (results_of(call(kernel, values))[result] for _ in range(2))
@@ -250,8 +241,7 @@ def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, s
 
 def _precision(op: Op, values: Arguments, stage_value: StageValue,
                want: Tensor) -> tuple[str, str] | None:
-    """Is the error that of the formula at a narrower dtype, or a number of roundings at this
-    one?"""
+    """Is the error that of the formula at a narrower dtype, or roundings at this one?"""
     error, size = difference(stage_value.value, want), max(max_abs(want), 1e-30)
     eps = torch.finfo(stage_value.value.dtype).eps
     for narrow in NARROW_DTYPES:

@@ -83,8 +83,7 @@ class Cell:
 
 
 def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, lane: str = "quick",
-                device: str = "cpu",
-                named: str = "") -> Iterator[Cell]:
+                device: str = "cpu", named: str = "") -> Iterator[Cell]:
     """Yields every cell of the matrix. `named`: a kernel or library that serves wherever it can."""
     for name in families:
         if name not in FAMILIES:
@@ -211,8 +210,7 @@ def _t5_stack(do: OpCaller, w: Weights, stack: str, x: Tensor, mask: Tensor,
         if cross is not None:
             x = x + _attend(do, w, f"{at}.cross", norm(f"{at}.cross.norm"), *cross, 1.0)
         x = x + do("mlp", x=norm(f"{at}.mlp.norm"), weight_in=w[f"{at}.mlp.in"],
-                   weight_down=w[f"{at}.mlp.down"],
-                   activation="geglu_tanh")
+                   weight_down=w[f"{at}.mlp.down"], activation="geglu_tanh")
     return norm("norm")
 
 
@@ -272,8 +270,7 @@ def _image(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Ou
     x = x + _attend(do, w, "self", h, h, None)
     x = x + _attend(do, w, "cross", norm("cross.norm"), text, None)
     x = x + do("mlp", x=norm("mlp.norm"), weight_in=w["mlp.in"], weight_down=w["mlp.down"],
-               activation="geglu",
-               bias_in=w["mlp.in.bias"], bias_down=w["mlp.down.bias"])
+               activation="geglu", bias_in=w["mlp.in.bias"], bias_down=w["mlp.down.bias"])
     out = do("linear", x=x, weight=w["out"]).transpose(1, 2).unflatten(2, image.shape[2:])
     return {"image": image + out}
 

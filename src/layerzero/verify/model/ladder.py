@@ -188,8 +188,7 @@ def judge(level: int, name: str, dtype: str, routes: Sequence[Route], named: str
 
 def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 0,
                  seq: int = 24) -> list[Route]:
-    """Returns the routes of one layer: forward and backward, separate and fused; prefill + decode,
-    three caches."""
+    """Returns the routes of one layer: forward, backward, fused; prefill + decode, 3 caches."""
     kind = getattr(torch, dtype)
     weights = cast({n: t for n, t in make_weights(c, seed).items() if n.startswith("0.")}, kind,
                    device)
@@ -240,10 +239,8 @@ def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 
 
 
 def _decoding(c: DecoderConfig, weights: Weights, x: Tensor, cache_kind: str, device: str,
-              truth: Mapping[str, Tensor],
-              eager: Mapping[str, Tensor]) -> Route:
-    """Returns a route of a prompt, a few tokens at once, then single ones, compared with the full
-    forward."""
+              truth: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> Route:
+    """Returns a route of a prompt, some tokens, then single ones, against the full forward."""
     batch, seq = x.shape[:2]
     steps = _steps(seq, seq // 2)
 
@@ -337,8 +334,7 @@ def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor],
 
 def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor],
                    device: str = "cpu") -> list[Route]:
-    """Returns the routes of the whole model: all tokens at once, and a prompt with tokens after
-    it."""
+    """Returns the routes of the whole model: all tokens at once, and prompt plus tokens."""
     c, kind = model.config, getattr(torch, dtype)
     weights = cast(model.weights, kind, device)
     eager = {} if dtype == "float32" else values_of(

@@ -20,8 +20,7 @@ from ...models.decoder_config import DecoderConfig, activate
 
 def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
                                                                                Tensor] | None:
-    """Returns cosine and sine of every position, (positions, head_dim / 2), in float32 as in
-    training."""
+    """Returns cosine and sine of every position, (positions, head_dim / 2), in float32."""
     if c.positions != "rope":
         return None
     frequencies = c.rope_base ** -(torch.arange(0, c.head_dim, 2).float() / c.head_dim)
@@ -94,8 +93,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
 
 
 def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str,
-         bias_in: Tensor | None = None,
-         bias_down: Tensor | None = None) -> Tensor:
+         bias_in: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
     shape = DecoderConfig(x.shape[-1], 1, activation=activation)
     return F.linear(activate(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
 

@@ -80,8 +80,7 @@ def rms_difference(got: Tensor, want: Tensor) -> float:
 
 
 def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float,
-            scaled: bool = True,
-            jumps: bool = False) -> float:
+            scaled: bool = True, jumps: bool = False) -> float:
     if dtype == torch.float32 or eager is None:
         return limit * max(1.0, max_abs(want)) if scaled else limit
     if jumps:
@@ -113,14 +112,12 @@ class Route:
     jumps: Callable[[str], bool] = lambda stage: False
 
     def measure(self, stage: str) -> Callable[[Tensor, Tensor], float]:
-        """Returns the measure of a stage. In float32 too few elements change sides to need the
-        rms."""
+        """Returns the measure of a stage; float32 has too few flips to need the rms."""
         return rms_difference if self.jumps(stage) and self.dtype != torch.float32 else difference
 
     def allowed(self, stage: str) -> float:
         return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage),
-                       self.scaled(stage),
-                       self.jumps(stage))
+                       self.scaled(stage), self.jumps(stage))
 
     def row(self, trace: Trace, stage: str) -> LadderRow:
         value = trace[stage].value

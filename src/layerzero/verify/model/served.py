@@ -31,8 +31,7 @@ DECODER_OPS = ("embedding", "rms_norm", "layer_norm", "add_rms_norm", "linear", 
 
 
 class LzCaller:
-    """An OpCaller through lz. `named`: a kernel's id, a library, or a pattern of ids; "" leaves it
-    to lz."""
+    """An OpCaller through lz. `named`: a kernel's id, library or pattern; "" leaves it to lz."""
 
     def __init__(self, named: str = "") -> None:
         self.named = named
@@ -80,8 +79,8 @@ def patterns_of(named: str) -> Mapping[str, str]:
     return {op: named for op in DECODER_OPS if op in ops}
 
 
-def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
-                                                                                  Tensor] | None:
+def rope_tables_of(c: DecoderConfig,
+                   device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
     if c.positions != "rope":
         return None
     return rope_tables(c.head_dim, c.max_positions, c.rope_base, c.rope_scaling,

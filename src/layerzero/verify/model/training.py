@@ -1,6 +1,4 @@
-"""Level 5 of the ladder: the same weights, N steps of SGD and AdamW, loss and every parameter
-against plain torch.
-"""
+"""Level 5 of the ladder: N steps of SGD and AdamW, every parameter against plain torch."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
     gen = torch.Generator().manual_seed(seed + 1)
     seq = min(16, c.max_positions - 1)
     texts = torch.randint(0, c.vocab, (steps, 2, seq + 1), generator=gen).to(device)
-    # Without it the squares of float16 gradients are zero and AdamW diverges, in plain torch as
-    # well.
+    # Without it the squares of float16 gradients are zero and AdamW diverges in torch too.
     scale = LOSS_SCALE if dtype == "float16" else 1.0
     checkpoints = {*(n for n in DRIFT if n <= steps), *((steps,) if steps <= max(DRIFT) else ())}
 
@@ -109,8 +106,7 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
 
 
 def _curves(want: Tensor, eager: Tensor | None) -> Callable[[Trace], list[LadderRow]]:
-    """Returns rows for runs longer than DRIFT: the loss curves stay close and have the same
-    trend."""
+    """Returns rows for runs longer than DRIFT: loss curves stay close, with one trend."""
     limit = CURVE if eager is None else max(CURVE, TIMES_EAGER * difference(eager, want))
 
     def rows(trace: Trace) -> list[LadderRow]:

@@ -81,10 +81,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
-    """Return the constraints that do not hold.
-
-    One that is not understood or speaks of what is not known is passed over.
-    """
+    """Return the constraints that do not hold; those not understood are passed over."""
     broken = []
     for text in constraints:
         try:
@@ -97,8 +94,7 @@ def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
 
 def solved(constraints: Iterable[str], free: Iterable[str],
            known: Mapping[str, Any]) -> dict[str, int]:
-    """Values for axes of `free` that follow from the rest: `axis == expression`, or a bound such as
-    `axis > 1`."""
+    """Values for axes of `free` that follow from the rest: `axis == expression`, `axis > 1`."""
     values: dict[str, int] = {}
     nodes = [ast.parse(text, mode="eval").body for text in constraints]
     for _ in range(len(nodes) + 1):
@@ -116,8 +112,7 @@ def solved(constraints: Iterable[str], free: Iterable[str],
 
 
 def total_axis(constraints: Iterable[str], tensor: str) -> str:
-    """The axis that a constraint says is the last entry of `tensor`, as in `total_q ==
-    qo_indptr[-1].item()`."""
+    """The axis a constraint makes the last entry of `tensor`: `total_q == qo_indptr[-1].item()`."""
     for text in constraints:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):

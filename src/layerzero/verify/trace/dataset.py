@@ -1,6 +1,4 @@
-"""Folders in the layout of flashinfer-bench: which definitions and workloads they hold, and which
-paths lead out.
-"""
+"""Folders in flashinfer-bench's layout: their definitions, workloads, and paths that lead out."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from .definition import Definition, Trace, Workload
 
 
 def find_definitions(folder: str | Path, *names: str, op_type: str = "") -> tuple[Definition, ...]:
-    """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type
-    and names."""
+    """Return the definitions of a dataset (or of its `definitions/`), by type and names."""
     root = Path(folder)
     if root.is_file():
         definitions: Sequence[Definition] = (Definition.load(root),)

@@ -32,15 +32,13 @@ LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
 # a zero byte; the parser's own limits
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR",
-            "COMPILE_ERROR",
-            "TIMEOUT")
+            "COMPILE_ERROR", "TIMEOUT")
 # JSON has texts for these numbers
 NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _is_file_name(text: str) -> bool:
-    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is
-    refused."""
+    """Datasets have a file per name: one that leads elsewhere or is hidden is refused."""
     return (0 < len(text) <= 200 and text not in (".", "..") and text.isprintable()
             and not {"/", "\\"} & {*text})
 
@@ -152,8 +150,7 @@ class Definition(Record,
         return tuple(known[axis] for axis in spec.shape or ())
 
     def sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """What the variable axes are in these inputs; DataError where two tensors disagree or one
-        does not fit."""
+        """What the variable axes are in these inputs; DataError where tensors disagree."""
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
             if spec.shape is None or name not in inputs:
@@ -210,8 +207,7 @@ def unusable_names(definition: Definition) -> Iterator[tuple[str, str]]:
 
 
 def check_names(definition: Definition) -> None:
-    """Raises DataError for names that would not be names in the code that is written for the
-    definition."""
+    """Raises DataError for names that are no names in the code written for the definition."""
     for group, name in unusable_names(definition):
         raise DataError(
             f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; "
@@ -364,10 +360,7 @@ class Performance(Record, json="latency_ms reference_latency_ms speedup_factor",
 
 @dataclass(frozen=True)
 class Evaluation(Record, lenient=True):
-    """What came of a run.
-
-    `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance` for PASSED alone.
-    """
+    """What came of a run: `correctness` if it gave numbers, `performance` if PASSED."""
 
     status: Annotated[str, one_of(STATUSES)]
     environment: Environment

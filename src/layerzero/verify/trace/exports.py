@@ -28,10 +28,8 @@ _NUMBERS = {bool: "bool", int: "int32", float: "float32"}
 
 def export(op: Op | str, case: Mapping[str, Any] | None = None,
            dtype: str = "float32") -> Definition:
-    """Returns a definition of one case of the operation, the first if none is given.
-
-    DataError names an argument or a dtype that the schema has no type for.
-    """
+    """Returns a definition of one case of the operation, the first if none is given. DataError
+    names an argument or a dtype that the schema has no type for."""
     declared = dispatcher_of(op).op if isinstance(op, str) else op
     if declared.read is not None:
         raise DataError(
@@ -79,10 +77,8 @@ def _schema_dtype(op: Op, name: str, tensor: Tensor) -> str:
 
 def _axis_names(tokens: Sequence[str], tensor: Tensor, owner: str,
                 sizes: dict[str, int]) -> tuple[str, ...]:
-    """Returns the names of a tensor's axes, and adds their sizes to `sizes`.
-
-    An axis whose name has another size elsewhere, as a broadcast one, gets a name of its own.
-    """
+    """Returns the names of a tensor's axes, and adds their sizes to `sizes`. An axis whose name has
+    another size elsewhere, as a broadcast one, gets a name of its own."""
     names: list[str] = []
     spare = tensor.dim() - sum(not t.startswith("*") for t in tokens)
     for token in tokens:

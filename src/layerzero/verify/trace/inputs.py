@@ -65,10 +65,7 @@ class _Plan:
 def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None,
              seed: int = 0, device: str = "cpu",
              workload: Workload | None = None) -> dict[str, Any]:
-    """Generate every input.
-
-    `axes` fixes some variable axes; a workload fixes all and may have tensors of its own.
-    """
+    """Generate every input; `axes` fixes some variable axes, a workload fixes all."""
     if size not in SIZES:
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
@@ -92,10 +89,7 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
 
 
 def _workload_inputs(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """Return the inputs that the workload itself gives.
-
-    A stored tensor whose file is absent is generated instead.
-    """
+    """Return the inputs that the workload gives; a missing tensor file is generated."""
     inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items()
                               if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)
@@ -258,8 +252,7 @@ class _Maker:
         full = pages * self.page_size
         low = min(max(full - self.page_size + 1, queries), full)
         return (int(torch.randint(low, full + 1, (), generator=self.gen))
-                if "last_page_len" in " ".join(self.ints) \
-             or self.table else full)
+                if "last_page_len" in " ".join(self.ints) or self.table else full)
 
     # values
 
@@ -340,8 +333,7 @@ class _Maker:
         return drawn.to(getattr(torch, dtype))
 
     def _magnitudes(self, rows: int) -> Tensor:
-        """Draw the magnitude of each row of a norm; in some the mean square is as small as its
-        epsilon."""
+        """Draw the magnitude of each row of a norm; some have a mean square near epsilon."""
         small = math.sqrt(next(iter(small_numbers(self.d)), 1e-6))
         return self._rows((rows,), (1.0, small, 8.0, 4 * small, 0.25))
 
@@ -372,8 +364,7 @@ class _Maker:
         return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
 
     def _distinct(self, shape: tuple[int, ...]) -> Tensor:
-        """Rows without equal values, also when rounded: which of two equal ones is greater is
-        nobody's contract."""
+        """Rows without equal values, also when rounded: the order of equals is undefined."""
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
@@ -444,8 +435,7 @@ class _Maker:
         return table
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Different experts for each token; their weights are in the low half where no other input
-        has them."""
+        """Different experts for each token, weighted in the low half if only there."""
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
         rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
                 for _ in range(math.prod(shape[:-1]))]

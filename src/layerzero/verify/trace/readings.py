@@ -22,10 +22,7 @@ class Unmapped(DataError):
 
 
 class Parts:
-    """The inputs and outputs of a definition, taken one by one.
-
-    An input that is left over is not understood.
-    """
+    """The inputs and outputs of a definition, taken one by one; none may be left over."""
 
     def __init__(self, definition: Definition, op: str) -> None:
         self.definition, self.op = definition, op
@@ -61,10 +58,7 @@ class Parts:
 
     def outputs(self, *roles: tuple[str, str]) -> tuple[str, ...]:
         """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the
-        definition lacks.
-
-        The first is found by position where no name matches.
-        """
+        definition lacks. The first is found by position where no name matches."""
         rest = dict.fromkeys(self.definition.outputs)
         names = []
         for pattern, _ in roles:
@@ -109,15 +103,13 @@ def text_of(definition: Definition) -> str:
 
 
 def lse_bases(definition: Definition) -> tuple[str, ...]:
-    """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as
-    FlashInfer does."""
+    """Return the bases of the log-sum-exp, likelier first: 2 if the text takes log2."""
     binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
     return ("2", "e") if binary else ("e", "2")
 
 
 def is_causal(definition: Definition) -> tuple[bool, ...]:
-    """Return whether attention is causal, the likelier answer first: by the word, or by a mask in
-    the reference."""
+    """Return whether attention is causal, likelier first: by its name, or the reference's mask."""
     text = text_of(definition)
     if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
         return False, True
@@ -137,8 +129,7 @@ def small_numbers(definition: Definition) -> tuple[float, ...]:
             targets = (node.target,)
         for target in targets:
             if (isinstance(target, ast.Name) and "eps" in target.id.lower()
-                and isinstance(node, (ast.Assign,
-                                                                                               ast.AnnAssign))):
+                and isinstance(node, (ast.Assign, ast.AnnAssign))):
                 named += _numbers(node.value)
         if isinstance(node, ast.FunctionDef):
             with_default = node.args.args[len(node.args.args) - len(node.args.defaults):]
@@ -165,8 +156,7 @@ def chunk_size(definition: Definition) -> int:
 
 
 def constant(definition: Definition, pattern: str) -> int | None:
-    """The whole number that the reference gives a name such as TOP_K, or a const axis of that name.
-    """
+    """The whole number that the reference, or a const axis, gives a name such as TOP_K."""
     for axis, value in definition.const_axes.items():
         if re.fullmatch(pattern, axis.lower()):
             return value

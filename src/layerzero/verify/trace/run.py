@@ -133,10 +133,7 @@ class Limits:
 def verify(definition: Definition, references: References, size: str = "small", *,
            device: str = "cpu", seed: int = 0, tolerance: float | None = None,
            workload: Workload | None = None, as_is: bool = False) -> DefinitionReport:
-    """Verify one definition at one size, or for one workload.
-
-    With `as_is`, a large one is not made smaller.
-    """
+    """Verify one definition at one size or workload; with `as_is` it is not made smaller."""
     try:
         candidates = answers(definition)
     except Unmapped as e:

@@ -28,8 +28,7 @@ VOCABULARY = 1 << 14
 
 
 class CannotScale(Exception):
-    """Why the definition was left as it is; `axis` is the one that stands in the way, where it is
-    one."""
+    """Why the definition was left as it is; `axis` is what stands in the way, if one."""
 
     def __init__(self, why: str, axis: str = "") -> None:
         super().__init__(why)
@@ -48,8 +47,7 @@ def too_large(definition: Definition, enough: int = ENOUGH) -> bool:
 
 
 def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int]]]:
-    """The smaller definition, and which axes changed from what to what; CannotScale says why not.
-    """
+    """The smaller definition, and how axes changed; CannotScale says why not."""
     kept: set[str] = set()
     trouble = CannotScale("no axis of a fixed input is both large and free to shrink")
     # what stands in the way keeps its size; the others shrink

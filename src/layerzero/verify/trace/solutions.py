@@ -39,8 +39,7 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 def register(solution: Solution, definition: Definition, trusted: Sequence[str | Path] = (), *,
              run_on: str = "cpu") -> Kernel:
-    """Check the solution against its definition at a small size on `run_on`, and add it as a
-    kernel."""
+    """Check the solution against its definition at a small size and add it as a kernel."""
     kernel = kernel_of(solution, definition, trusted)
     answer = _direct(solution, definition)
     inputs = generate(definition, device=run_on)
@@ -129,15 +128,14 @@ def _rules(op: Op, definition: Definition, answer: Answer) -> list[Condition]:
 def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
            params: Sequence[Param]
            ) -> Callable[..., Any]:
-    """What the dispatcher calls: the operation's parameters by name, handed to the solution in its
-    own order."""
+    """The dispatcher's call: the op's parameters by name, handed on in the solution's order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
-    taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],
+    op_signature = signature.replace(parameters=[signature.parameters[p.name] for p in params],
                               return_annotation=inspect.Signature.empty)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        bound = taken.bind(*args, **kwargs)
+        bound = op_signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
         everything = {p.name: values.get(p.name, p.default) for p in op.params}
@@ -148,13 +146,12 @@ def _adapt(solution: Solution, definition: Definition, answer: Answer, op: Op,
                                [values[of_input[n]] for n in definition.inputs], like)
         return tuple(results) if isinstance(shaped, (tuple, list)) else results[0]
 
-    run.__signature__ = taken  # type: ignore[attr-defined]
+    run.__signature__ = op_signature  # type: ignore[attr-defined]
     return run
 
 
 def _call_traced(solution: Solution, definition: Definition, entry: Callable[..., Any],
-                 arguments: Sequence[Any],
-                 like: dict[str, torch.Tensor]) -> list[Any]:
+                 arguments: Sequence[Any], like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
     if solution.spec.destination_passing_style:
         outputs = [torch.empty_like(like[n]) for n in definition.outputs]

@@ -53,16 +53,13 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
                f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
                f"def run({names}):\n    made = ANSWER({{{arguments}}})\n    return {outputs}\n")
     spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run",
-                     ("layerzero", "torch"),
-                     destination_passing_style=False)
+                     ("layerzero", "torch"), destination_passing_style=False)
     return Solution(solution_name(definition), definition.name, "layerzero", spec,
-                    (SourceFile("main.py", content),),
-                    str(answers(definition)[reading]))
+                    (SourceFile("main.py", content),), str(answers(definition)[reading]))
 
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
-    """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller
-    one."""
+    """None for what says nothing of the definition: unmapped, unproven, or run smaller."""
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
         return None
     machine = hardware.probe(torch.device(device).type)
@@ -80,16 +77,15 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
                                    "outputs": outputs})
     performance = (Performance(report.latency_ms, report.reference_ms) if status == "PASSED"
                    else None)
+    evaluation = Evaluation(status, Environment(machine.name or machine.type, libs),
+                            datetime.now(timezone.utc).isoformat(), str(report), correctness,
+                            performance)
     return Trace(report.definition.name, report.workload, solution_name(report.definition),
-                 Evaluation(
-        status, Environment(machine.name or machine.type, libs),
-        datetime.now(timezone.utc).isoformat(), str(report),
-        correctness, performance))
+                 evaluation)
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:
-    """The first comparison of lz that failed, else its first, which is the one with the reference
-    where that ran."""
+    """The first comparison of lz that failed, else its first, with the reference if it ran."""
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
 
@@ -101,8 +97,7 @@ def _plain(value: Any) -> bool:
 
 def write(folder: str | Path, reports: Iterable[DefinitionReport],
           device: str = "cpu") -> list[Path]:
-    """Append the traces of these reports to a dataset, with their definitions and solutions where
-    it lacks them."""
+    """Append the traces of these reports to a dataset, with the definitions it lacks."""
     root, written = Path(folder), []
     for report in reports:
         trace = trace_of(report, device)

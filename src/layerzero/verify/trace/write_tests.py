@@ -260,8 +260,7 @@ _DRAWN = '''        answer = answers(DEFINITION)[READING]
 
 
 def test_file(definition: Definition, written: Definition, note: str = "", reading: int = 0) -> str:
-    """The text of the file; `written` is what lies beside it, smaller where the definition is too
-    large."""
+    """The text of the file; `written` lies beside it, smaller if the definition is large."""
     check_names(written)
     try:
         random, unmapped = answers(written)[reading].random, ""
@@ -290,8 +289,7 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
 
 
 def as_docstring(text: str) -> str:
-    """A literal of this text and nothing else: in triple quotes where that reads the same, else by
-    repr."""
+    """A literal of this text: in triple quotes where that reads the same, else by repr."""
     plain = f'"""{text}"""'
     try:
         if text.replace("\n", "").isprintable() and ast.literal_eval(plain) == text:

@@ -86,8 +86,7 @@ class Catalog:
         return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
 
     def without(self, name: str) -> Catalog:
-        """Returns the catalog without `name`: an op with its kernels, a kernel, a backend, or
-        everything of a plugin."""
+        """Returns the catalog without `name`: an op, a kernel, a backend, or a whole plugin."""
         ops = {name} & self.ops.keys()
         removed = {k.id for k in self.kernels if name in (k.id, k.op.name)}
         if not removed and not ops:
@@ -135,8 +134,7 @@ def discover(again: bool = False) -> tuple[Catalog, list[Event]]:
 
 
 def plugin_policy(catalog: Catalog, again: bool = False) -> tuple[Layer | None, list[Event]]:
-    """Returns the policies of plugins as the lowest layer, and an event for each that was
-    refused."""
+    """Returns plugins' policies as the lowest layer, and an event for each one refused."""
     settings: dict[str, Any] = {}
     rules: list[PolicyRule] = []
     problems: list[Event] = []
@@ -162,8 +160,7 @@ def plugin_policy(catalog: Catalog, again: bool = False) -> tuple[Layer | None, 
 
 
 def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
-    """Yields the entry points of a group with their origin, except those for other releases of
-    LayerZero."""
+    """Yields the entry points of a group with their origin, for this release of LayerZero."""
     installed = getattr(importlib.import_module("layerzero"), "__version__", "")
     for entry in importlib.metadata.entry_points(group=group):
         origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
@@ -213,8 +210,7 @@ def _policy_layer(plugin: object, origin: str) -> Layer:
 
 
 def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:
-    """Returns what a plugin offers: it is an Op, a Kernel, a list of those, or a module with OP or
-    KERNELS."""
+    """Returns what a plugin offers: an Op, a Kernel, a list, or a module's OP or KERNELS."""
     if isinstance(plugin, (Op, Kernel)):
         return (plugin,)
     items = plugin if isinstance(plugin, (tuple, list)) else (

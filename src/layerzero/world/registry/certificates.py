@@ -124,8 +124,7 @@ def folder(device: Device) -> Path:
 
 
 def write(certificate: Certificate, device: Device) -> Path:
-    """Writes the certificate where selection finds it, whole or not at all; an earlier failure is
-    forgotten."""
+    """Writes the certificate for selection, whole or not at all; failures are forgotten."""
     path = _write(f"{certificate.kernel}.json", certificate.to_json(), device)
     path.with_name(f"{certificate.kernel}{FAILED}").unlink(missing_ok=True)
     return path
@@ -237,8 +236,7 @@ _captures: dict[str, tuple[Kernel, str]] = {}  # kernel -> what went wrong; "" i
 
 
 def record_capture(kernel: Kernel, problem: str) -> None:
-    """Records the result of a capture in this process; selection uses it once a world is
-    published."""
+    """Records the result of a capture here; selection uses it from the next world on."""
     _captures[kernel.id] = kernel, problem
 
 

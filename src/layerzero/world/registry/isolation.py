@@ -94,8 +94,7 @@ def worker_obstacle(kernel: Kernel) -> str:
 
 
 def conflicts(kernel: Kernel, entry: Isolation, unloadable: Mapping[str, Reason]) -> bool:
-    """Returns whether the library cannot be used here and may be usable in the entry's
-    interpreter."""
+    """Returns whether the library is unusable here and may be usable in the interpreter."""
     reason = unloadable.get(kernel.id) or loading.availability(kernel)
     if reason is None or not kernel.package:
         return False
@@ -251,8 +250,7 @@ def version_in(python: str, distribution: str) -> str:
 
 
 def _build(kernel: Kernel, python: str) -> str:
-    """Returns the build of a worker kernel: that of the kernel in its interpreter, and the torch
-    there."""
+    """Returns a worker kernel's build: the kernel's in its interpreter, and torch there."""
     if not python:
         return f"worker {builds.build_of(kernel)}"
     name = loading.distribution_of(kernel)

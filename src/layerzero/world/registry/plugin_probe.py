@@ -66,9 +66,9 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
 
 def _probe(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
     """Returns why the import fails, "" if it does not, and whether that is worth remembering."""
-    alone = native_threads() == 1 and not torch.cuda.is_initialized()
+    single_threaded = native_threads() == 1 and not torch.cuda.is_initialized()
     why, answered = _in_fork(entry, origin, read) if hasattr(os, "fork") else ("?", False)
-    if why and not (alone or (answered and not torch.cuda.is_initialized())):
+    if why and not (single_threaded or (answered and not torch.cuda.is_initialized())):
         why, answered = _in_fresh_process(entry, origin, read)
     # an exception may be gone when something else is installed, and costs little to see again
     return why, not why or not answered

@@ -28,8 +28,7 @@ class Config(NamedTuple):
 
 
 def shared_bytes(rows: int, dim: int, warps: int, stages: int) -> int:
-    """Returns the bytes of shared memory: keys and values of each warp, queries in tiles of 8, and
-    the inbox."""
+    """Returns the bytes of shared memory: keys and values of each warp, tiles of queries, inbox."""
     # an upper bound: columns are distributed in fours
     inbox = rows * (dim * 4 + SPLITS[0] * 24) + 16
     return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 8) * 8 * dim * 2 + inbox
@@ -49,8 +48,7 @@ def config(rows: int, kv_rows: int, keys: int, dim: int, paged: bool,
         warps, stages = 4, 2
     while shared_bytes(rows, dim, warps, stages) > machine.shared and (warps > 2 or stages > 2):
         warps, stages = (warps // 2, stages) if warps > 2 else (warps, stages - 1)
-    # Clusters of more than two blocks that each fill a multiprocessor use at most eight of nine of
-    # them.
+    # Clusters of several blocks that each fill a multiprocessor use at most eight of nine.
     one_per_processor = 2 * shared_bytes(rows, dim, warps, stages) > machine.shared
     max_blocks = {s: machine.processors * 8 // 9 if one_per_processor and s > 2
                   else machine.processors for s in SPLITS}
@@ -103,12 +101,10 @@ def launch(
     cfg = (chosen or config(rows, batch * kv_heads, seen, dim, page > 0,
                             compiler.machine_of(query.device)))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page,
-                    starts is not None, causal,
-                    left >= 0, cfg)
+                    starts is not None, causal, left >= 0, cfg)
     run.launch((cfg.splits, kv_heads, batch), _PARAMS, query, key, value, *strides[3:7], keys,
-               max_queries, out, lse, table,
-               lengths, starts, *strides[:3], *strides[7:], left, scale * LOG2E,
-               1.0 / (scale * LOG2E), varying=varying)
+               max_queries, out, lse, table, lengths, starts, *strides[:3], *strides[7:], left,
+               scale * LOG2E, 1.0 / (scale * LOG2E), varying=varying)
 
 
 # Indices of fields in the struct: strides of batch and head; `keys`; `table_batch`.
@@ -141,8 +137,7 @@ def dense(
     window_left: int = -1, return_lse: bool = False, layout: str = "bhsd",
     chosen: Config | None = None,
 ) -> Any:
-    """The last query is aligned with the last key. `chosen` overrides the configuration, for
-    benchmarks."""
+    """The last query is aligned with the last key. `chosen` is a configuration, for benchmarks."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
@@ -178,9 +173,8 @@ def paged_attention_decode(
 def paged(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
     context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, window_left: int = -1,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
-    chosen: Config | None = None,
+    scale: float | None = None, window_left: int = -1, max_seqlen_q: int | None = None,
+    return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
 ) -> Any:
     tokens, heads, dim = query.shape
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -204,8 +198,7 @@ def paged(
         strides = (0 if packed else query.stride(0), query.stride(1), query.stride(0),
                    key_cache.stride(0), key_cache.stride(head), value_cache.stride(0),
                    value_cache.stride(head), 0 if packed else out.stride(0), out.stride(1),
-                   out.stride(0), 0 if packed else heads, 1, heads,
-                   block_table.stride(0))
+                   out.stride(0), 0 if packed else heads, 1, heads, block_table.stride(0))
         launch(query, key_cache, value_cache, out, lse, (batch, kv_heads, heads // kv_heads,
                                                          max_queries, pages * page, dim),
                strides, (key_cache.stride(slot), value_cache.stride(slot)), dim ** -0.5

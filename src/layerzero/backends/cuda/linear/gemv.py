@@ -1,5 +1,4 @@
-"""Launches gemv.cu, or planes.cu where that is faster: quantized linear layers for one to sixteen
-rows of x."""
+"""Launches gemv.cu, or planes.cu where that is faster: quantized linear layers for 1 to 16 rows."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Shape(NamedTuple):
         return -(-self.blocks // split) * (self.rows * self.block * 2 + self.columns * 32) + 64
 
     def pieces(self, cfg: Config, size: int) -> int:
-        """Returns the 16-byte pieces of a row of scales or zeros, of `size` bytes each, that a part
-        needs at most."""
+        """Returns the most 16-byte pieces of a row of scales or zeros that a part needs."""
         group = self.group or self.k
         along, most = -(-self.k // group), 0
         for rank in range(cfg.split):
@@ -87,8 +85,7 @@ class Shape(NamedTuple):
         return most
 
     def lines(self, cfg: Config) -> tuple[int, int, int]:
-        """Returns the pieces of a row of scales and of zeros, and the number of tiles whose pieces
-        are kept."""
+        """Returns the pieces of a row of scales and of zeros, and how many tiles' are kept."""
         shortest = self.blocks // cfg.split // cfg.parts
         return (self.pieces(cfg, self.scale_size) if self.group else 0, self.pieces(cfg, 1)
                 if self.zeros else 0,
@@ -186,8 +183,7 @@ def _pad_to_16_bytes(t: Tensor) -> Tensor:
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-           format: str,
-           group_size: int, chosen: Config | None = None) -> Tensor:
+           format: str, group_size: int, chosen: Config | None = None) -> Tensor:
     """`chosen` overrides the configuration of gemv.cu, for benchmarks."""
     k, n = x.shape[-1], weight.shape[0]
     flat = x.reshape(-1, k)
@@ -204,9 +200,8 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias
     prepared = _prepare(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _pad_to_16_bytes(scales), None if zeros is None else _pad_to_16_bytes(zeros)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, scales, zeros, bias, out,
-                        flat.stride(0), rows, n, k, groups,
-                        prepared.lines[0], prepared.lines[1], scales.nbytes // 16,
-                        0 if zeros is None else zeros.nbytes // 16,
+                        flat.stride(0), rows, n, k, groups, prepared.lines[0], prepared.lines[1],
+                        scales.nbytes // 16, 0 if zeros is None else zeros.nbytes // 16,
                         prepared.lines[2], *CODE_BITS[format, x.dtype])
     return out
 

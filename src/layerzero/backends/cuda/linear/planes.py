@@ -1,5 +1,4 @@
-"""Launches planes.cu for gemv.py: one row of x times int4 weights in groups of multiples of 128
-inputs or whole rows."""
+"""Launches planes.cu for gemv.py: one row of x times int4 weights in groups of n * 128 inputs."""
 
 from __future__ import annotations
 
@@ -107,13 +106,10 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
 
 
 def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
-           bias: Tensor | None,
-           group: int, chosen: Config | None = None) -> None:
-    """Writes to `out`. `x`: a row, aligned to 16 bytes. `group`: as in Shape. `chosen` is for
-    benchmarks."""
+           bias: Tensor | None, group: int, chosen: Config | None = None) -> None:
+    """Writes to `out`. `x`: a row, aligned to 16 bytes. `chosen` is for benchmarks."""
     n, k = weight.shape[0], x.shape[-1]
     prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype,
-                        compiler.machine_of(x.device),
-                        chosen)
+                        compiler.machine_of(x.device), chosen)
     prepared.run.launch(prepared.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k,
                         scales.shape[1])

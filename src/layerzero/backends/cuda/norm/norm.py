@@ -16,22 +16,19 @@ _PARAMS = struct.Struct("@5P2qi2f")
 
 @lru_cache(maxsize=4096)
 def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torch.dtype | None,
-             processors: int,
-             threads: int) -> tuple[Any, tuple[int, int, int]]:
+             processors: int, threads: int) -> tuple[Any, tuple[int, int, int]]:
     """Returns the kernel and the grid: a thread per 16 bytes, or per 32 with many rows."""
     units = -(-hidden // 8)
     threads = threads or min(1024, -(-units // (1 if rows <= 2 * processors else 2) // 32) * 32)
     macros = (("BF16", int(dtype == torch.bfloat16)), ("HIDDEN", hidden), ("THREADS", threads),
-              ("ADD", int(add)),
-              ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
+              ("ADD", int(add)), ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
     run = compiler.kernel("norm/norm.cu", "rms_norm", macros, threads, 2 * 4 * threads // 32)
     return run, (min(rows, processors * (2048 // threads)), 1, 1)
 
 
 def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
            threads: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns (normalised, sum); the sum is x itself without a residual. `threads` is for
-    benchmarks."""
+    """Returns (normalised, sum); without a residual the sum is x. `threads` is for benchmarks."""
     hidden = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
@@ -43,8 +40,7 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
                          None if weight is None else weight.dtype,
                          compiler.machine_of(x.device).processors, threads)
     run.launch(grid, _PARAMS, flat, other, weight, out, total, flat.stride(0), other.stride(0),
-               flat.shape[0], eps,
-               offset)
+               flat.shape[0], eps, offset)
     return out, total
 
 

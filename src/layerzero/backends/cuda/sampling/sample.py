@@ -86,8 +86,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
            from_probs: bool, rows: Rows = NO_ROWS, weights: bool = True, logprobs: bool = False,
            chosen: Config | None = None, ) -> tuple[Tensor, Tensor | None, Tensor | None,
                                                     Tensor | None]:
-    """Returns (token, its weight, the total weight of the kept tokens, log-probability) of each
-    row."""
+    """Returns (token, its weight, total weight of kept tokens, log-probability) of each row."""
     batch, vocab = logits.shape
     device = logits.device
     token = torch.empty(batch, dtype=torch.int64, device=device)
@@ -139,9 +138,7 @@ def sample(
             scalar_or_column(presence_penalty, presence_penalty_rows),
             scalar_or_column(frequency_penalty, frequency_penalty_rows)))
     rows = Rows(uniforms, None if uniforms is not None else seed_rows, temperature_rows, top_k_rows,
-                top_p_rows,
-                min_p_rows)
+                top_p_rows, min_p_rows)
     token, _, _, logprob = choose(logits, temperature, top_k, top_p, min_p, word, from_probs, rows,
-                                  False,
-                                  return_logprobs)
+                                  False, return_logprobs)
     return token if logprob is None else (token, logprob)

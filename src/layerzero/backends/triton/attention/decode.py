@@ -36,17 +36,13 @@ class Config(NamedTuple):
 
 
 def stage_bytes(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
-    """Returns the bytes of 64 keys and values in shared memory: Triton's tiles are powers of
-    two."""
+    """Returns the bytes of 64 keys and values in shared memory; Triton's tiles are powers of 2."""
     return 64 * (_tile(dim) * key_bytes + _tile(dim_v) * value_bytes)
 
 
 def bytes_beside_stages(rows: int, dim: int, dim_v: int, converted: bool) -> int:
     """Returns the bytes of shared memory beside the stages: queries, probabilities, pages, and
-    converted tiles.
-
-    As Triton's compiler lays it out; a test on a GPU compares.
-    """
+    converted tiles. As Triton's compiler lays it out; a test on a GPU compares."""
     block_n = 64 if rows <= 16 else 128
     return (2 * rows * (_tile(dim) + block_n) + 16 * block_n
             + (2 * block_n * max(_tile(dim), _tile(dim_v)) if converted else 0))
@@ -77,10 +73,7 @@ def config(rows: int, kv_rows: int, tiles_of_64: int, stage_bytes_of_64: int, pa
 
 def same_config_range(keys: int, reach: int, config_of: Callable[[int], Config]) -> tuple[int, int]:
     """Returns the range of key counts with the same configuration; `reach`: keys inside the window,
-    -1 for all.
-
-    Splits never decrease with the number of tiles, and nothing else depends on it.
-    """
+    -1 for all. Splits never decrease with the number of tiles, and nothing else depends on it."""
     if 0 <= reach <= keys:
         return reach, MAX_INT32
     tiles, last = -(-keys // 64), MAX_INT32 // 64
@@ -179,11 +172,9 @@ def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
-    layout: str = "bhsd", chosen: Config | None = None,
-    programs: float = 1.0, fixed: bool = False,
+    layout: str = "bhsd", chosen: Config | None = None, programs: float = 1.0, fixed: bool = False,
 ) -> Any:
-    """`chosen` overrides the configuration, for benchmarks; `fixed`: it depends neither on the
-    batch nor on the number of heads."""
+    """`chosen`: a configuration, for benchmarks; `fixed`: it depends on neither batch nor heads."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
@@ -206,8 +197,7 @@ def dense(
         return t.stride(0), t.stride(head), t.stride(seq)
 
     def growing(low: int, high: int) -> tuple[Varying, ...]:
-        """Returns what varies as keys are appended: their number, and the strides of dense
-        tensors."""
+        """Returns what varies as keys are appended: their number, strides of dense tensors."""
         return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
                 Varying(whole[1], "size", seq, -1, low, high),
                 *(Varying(t, "stride", axis, FIELDS[f"{name}_{axis_name}"], 1)
@@ -215,11 +205,10 @@ def dense(
                   for axis, axis_name in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
 
     launch(query, key, value, out, lse, (batch, heads, kv_heads, max_queries, keys, dim, dim_v),
-           strides(query), strides(key),
-           strides(value), strides(out), (heads * max_queries, max_queries,
-                                          1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs,
-           fixed=fixed, growing=growing)
+           strides(query), strides(key), strides(value), strides(out),
+           (heads * max_queries, max_queries, 1), dim ** -0.5 if scale is None else scale, softcap,
+           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs, fixed=fixed,
+           growing=growing)
     return out if lse is None else (out, lse)
 
 

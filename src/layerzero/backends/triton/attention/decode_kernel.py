@@ -34,13 +34,11 @@ def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 @triton.jit
 def _tile(
     first, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token,
-    v_token, k_page, v_page, scale, softcap, left, right, dim, dim_v,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    v_token, k_page, v_page, scale, softcap, left, right, dim, dim_v, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Processes the keys from `first` on: one step of the online softmax in base 2. MASKED: some
-    are past `end`."""
+    """One step of the online softmax in base 2 from key `first` on. MASKED: some are past `end`."""
     key = first + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE > 0:
@@ -89,14 +87,13 @@ def _tile(
 @triton.jit(do_not_specialize=["left", "right", "keys", "max_queries", "splits"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, stat_ptr, count_ptr, table_ptr, lengths_ptr,
-    starts_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    out_batch, out_head, out_token, lse_batch, lse_head, lse_token, table_batch, k_scale_head,
-    v_scale_head, scale, softcap, left, right, keys, max_queries, splits,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
-    DIM_V: tl.constexpr, DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAGE: tl.constexpr,
-    LENGTHS: tl.constexpr, STARTS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    starts_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, q_batch, q_head, q_token, k_batch, k_head,
+    k_token, v_batch, v_head, v_token, out_batch, out_head, out_token, lse_batch, lse_head,
+    lse_token, table_batch, k_scale_head, v_scale_head, scale, softcap, left, right, keys,
+    max_queries, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr,
+    PAGE: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr,
     USED: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):

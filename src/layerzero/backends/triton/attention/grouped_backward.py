@@ -9,24 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grouped_forward import (
-    LOG2E,
-    PLAIN,
-    cap,
-    chunk_range,
-    key_range,
-    load_rows,
-    segment,
-    visible,
-)
+from .grouped_forward import LOG2E, PLAIN, cap, chunk_range, key_range, load_rows, segment, visible
 
 
 @triton.jit
 def delta_kernel(out_ptr, grad_ptr, lse_grad_ptr, delta_ptr, rows, heads, grad_token, grad_head,
                  BLOCK: tl.constexpr, DIM_V: tl.constexpr, DIM_V_POW: tl.constexpr,
                  LSE_GRAD: tl.constexpr):
-    """delta = sum(out * grad) - the gradient of lse: what the softmax subtracts from each row of
-    dP."""
+    """delta = sum(out * grad) - grad of lse: what the softmax subtracts from each row of dP."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dim, inside = tl.arange(0, DIM_V_POW), row < rows
     mask = inside[:, None] & (dim < DIM_V)[None, :]
@@ -227,11 +217,10 @@ def _key_tile(row_start, rows_end, dk, dv, k, v, key, usable, q_ptr, grad_ptr, l
 def key_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, order_ptr,
     chunks_ptr, lengths_ptr, q_token, q_head, k_token, k_head, v_token, v_head, grad_token,
-    grad_head, heads, tokens_k, scale, softcap, left, right, pairs, chunks,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
-    DIM_V: tl.constexpr, DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAIRS: tl.constexpr,
-    ADDRESS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    grad_head, heads, tokens_k, scale, softcap, left, right, pairs, chunks, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAIRS: tl.constexpr, ADDRESS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dK and dV of one block of rows of the key buffer and one KV head, over all items."""
     kv_heads = heads // GROUP

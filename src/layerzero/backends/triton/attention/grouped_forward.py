@@ -21,8 +21,7 @@ PLAIN, SEGMENTS, LOOKUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def load_rows(ptr, row_stride, first, end, shift, k_start, chunk_ptr, length, column,
               COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDRESS: tl.constexpr,
               MASKED: tl.constexpr):
-    """Loads the keys or values `first` to `end` of an item; key j is row shift + j, or with LOOKUP
-    where its chunk says."""
+    """Loads keys or values `first` to `end` of an item: key j is row shift + j, or by its chunk."""
     near = tl.arange(0, BLOCK)
     inside = first + near < end
     if ADDRESS == LOOKUP:
@@ -61,8 +60,7 @@ def visible(key, end, diagonal, left, right, LEFT: tl.constexpr, RIGHT: tl.const
 @triton.jit
 def key_range(first_row, n, m, left, right, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
               LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Returns the keys that a block of rows sees, [low, high), and where those end that all its
-    rows see."""
+    """Returns the keys [low, high) that a block of rows sees, and the end of those all rows see."""
     first, last = first_row // GROUP, tl.minimum((first_row + BLOCK_M - 1) // GROUP, n - 1)
     low, high, common = 0, m, m
     if RIGHT:
@@ -76,8 +74,7 @@ def key_range(first_row, n, m, left, right, GROUP: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def segment(chunk, low, high, k_start, chunk_ptr, length, ADDRESS: tl.constexpr):
-    """Returns the keys [low, high) that are in a chunk, and the row of key 0 if the chunk went on
-    to there."""
+    """Returns the keys [low, high) in a chunk, and where key 0's row would be in it."""
     shift = k_start.to(tl.int64)
     if ADDRESS == SEGMENTS:
         start = chunk * length - k_start       # of the chunk, as a key of the item

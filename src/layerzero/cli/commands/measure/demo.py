@@ -36,8 +36,7 @@ MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one m
 
 @dataclass(frozen=True)
 class ServedOp:
-    """One operation of one step: its plan, its timings, and the kernels that the call counters
-    say have run."""
+    """One operation of one step: its plan, its timings, and the kernels that were counted."""
 
     plan: Plan
     kernels: tuple[str, ...]
@@ -98,8 +97,7 @@ def run_demo(device: str, seconds: float, as_json: bool) -> int:
         if not as_json:
             _introduce(diagnosis, chosen.sizes, device)
         columns = (TextColumn("{task.description:<40}", markup=False), BarColumn(),
-                   TimeElapsedColumn(),
-                   TimeRemainingColumn())
+                   TimeElapsedColumn(), TimeRemainingColumn())
         with show.progress(*columns, total=len(chosen.rows) * (len(OPS) + 1)) as update:
             rows, stopped = _measure_rows(
                 chosen, device, end, lambda description: update(description=description, advance=1))
@@ -152,8 +150,7 @@ class _OutOfTime(Exception):
 
 
 def _measure_row(block: DecodeLayer, exact: DecodeLayer, dtype: str, step: ModelStep,
-                 deadline: float,
-                 advance: Callable[[str], None]) -> DemoRow:
+                 deadline: float, advance: Callable[[str], None]) -> DemoRow:
     seconds = min(MAX_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
 
     def timed(functions: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:

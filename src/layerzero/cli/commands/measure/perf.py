@@ -22,9 +22,8 @@ from ... import show
 
 def show_rows(kernel: str, op: str, everything: bool, limit: int, as_json: bool) -> int:
     with measurements.open_store(read_only=True) as store:
-        rows, environments, rates = list(store.rows(kernel=kernel,
-                                                    op=op)), store.environments(), store.rates()
-        name = store.name
+        rows, environments = list(store.rows(kernel=kernel, op=op)), store.environments()
+        rates, name = store.rates(), store.name
     standing = measurements.RowStatus(environments)
     judged = [(m, standing.of(m)) for m in rows]
     counts = Counter(s for _, s in judged)

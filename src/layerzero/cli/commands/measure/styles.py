@@ -1,6 +1,4 @@
-"""One decoder layer of `lz demo` in three styles: through lz, in torch, and as model libraries
-write it.
-"""
+"""One decoder layer of `lz demo` in three styles: through lz, in torch, as libraries write it."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 
 @dataclass
 class Style:
-    """The `do` of a Decoder: runs its own version of three operations, and plain torch for the
-    others."""
+    """The `do` of a Decoder: its own version of three operations, plain torch for the others."""
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""
@@ -91,9 +88,7 @@ STYLE_NOTES = {
 
 class _Context:
     """The `memory` of a Decoder: keys and values of a context as (batch, kv_heads, seq, head_dim).
-
-    A step writes to the same place every time, so that each call of it does the same work.
-    """
+    A step writes to the same place every time, so that each call of it does the same work."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int = 0) -> None:
         self.keys, self.values, self.length = keys, values, length

@@ -1,6 +1,4 @@
-"""`lz record` writes down the calls of a program; `lz regret` measures what the choices for them
-cost.
-"""
+"""`lz record` writes the calls of a program; `lz regret` measures what the choices cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choose kernels ahead of time, pin, compare and
-list them.
-"""
+"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choose kernels ahead, pin, compare, list them."""
 
 from __future__ import annotations
 

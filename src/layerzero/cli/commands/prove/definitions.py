@@ -50,8 +50,7 @@ def verify_definitions(names: Sequence[str], folder: Path, *, op_type: str, size
 
 def _write_tests(folder: Path, definitions: Sequence[Definition], references: References,
                  settings: dict[str, Any], force: bool, as_json: bool) -> int:
-    """Write a test file per definition, in the reading that its trusted reference confirms, else
-    the likeliest."""
+    """Write a test file per definition, in the reading that its reference confirms."""
     trusted = [d for d in definitions if not references.refusal(d)]
     readings = {d.name: verify(d, references, **settings).reading for d in trusted}
     paths = write_test_files(folder, definitions, readings, overwrite=force)

@@ -1,6 +1,4 @@
-"""`lz gate`: one verdict on a release, from declarations, models, contracts, files, speed, a soak
-and readiness.
-"""
+"""`lz gate`: one verdict on a release: declarations, models, contracts, files, speed, soak."""
 
 from __future__ import annotations
 
@@ -122,8 +120,7 @@ def combine_reports(paths: Sequence[Path], required: Sequence[str], as_json: boo
     else:
         show.table(("", "target", "report", "lane", "not asked"), [
             ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"],
-             str(row["lane"]),
-             ", ".join(row["left_out"])) for row in verdict["reports"]])
+             str(row["lane"]), ", ".join(row["left_out"])) for row in verdict["reports"]])
         for name in verdict["missing"]:
             show.text(
                 f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a "

@@ -1,6 +1,4 @@
-"""`lz verify kernels`: every kernel against its contract, forward and backward; certificates for
-those that pass.
-"""
+"""`lz verify kernels`: kernels against their contract, and certificates for those that pass."""
 
 from __future__ import annotations
 
@@ -76,8 +74,7 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
 
 
 def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
-    """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an
-    error."""
+    """Return kernels by library, id (with * and ?) and operation; no match is an error."""
     catalog = worlds.current().catalog
     if op and not any(fnmatchcase(name, op) for name in catalog.ops):
         raise ConfigError(f"OP: there is no {op!r}{suggest(op, catalog.ops)}")
@@ -108,8 +105,7 @@ def _verdict_text(v: Verdict, number: int, total: int) -> str:
 
 
 def diagnosis_lines(v: Verdict) -> list[str]:
-    """Return the likely class of the mistake, where it shows, a few failing cases, and what to do.
-    """
+    """Return the likely class of the mistake, where it shows, failing cases, and what to do."""
     diagnosis = v.diagnosis
     lines = [] if diagnosis is None else [
         f"likely class: {diagnosis.kind}", f"why: {diagnosis.says}",
@@ -128,8 +124,7 @@ def _show_summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int,
     ran = [v for v in verdicts if v.status != "skipped"]
     show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [
         (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran),
-         f"{v.worst:.2f}",
-         v.diagnosis.kind if v.diagnosis else "") for v in ran],
+         f"{v.worst:.2f}", v.diagnosis.kind if v.diagnosis else "") for v in ran],
                right=("cases", "refused", "worst"))
     show.text(", ".join(f"{counts[s]} {s}" for s in _MARKS if counts[s]) or "nothing was asked")
     if interrupted:

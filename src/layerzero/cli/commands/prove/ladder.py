@@ -1,6 +1,4 @@
-"""`lz verify models` and `lz verify peer`: a layer, stages, logits and training, against plain
-torch or transformers.
-"""
+"""`lz verify models` and `lz verify peer`: layer to training, against torch or transformers."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ _MARKS = {"passed": "ok", "failed": "!!", "not served": "--"}
 def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "",
            configs: Sequence[str] = (), dtypes: Sequence[str] = (), device: str | None = "cpu",
            seed: int = 0, steps: int = 0, model: str = "", text: str = "", against: str = "plain",
-           verbose: bool = False,
-           as_json: bool = False) -> int:
+           verbose: bool = False, as_json: bool = False) -> int:
     """Climb one level and print it; returns 1 if something failed, or if the named kernel served
     nothing.
 

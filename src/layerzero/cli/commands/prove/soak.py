@@ -1,6 +1,4 @@
-"""`lz soak`: hours of mixed calls under faults; fails on wrong answers, growing memory or growing
-latency.
-"""
+"""`lz soak`: hours of mixed calls under faults; fails on wrong answers or growth."""
 
 from __future__ import annotations
 
@@ -35,9 +33,8 @@ def command(requested: float, resume: Path | None, out: Path | None, *, threads:
     path = out or resume or Path("soak.json")
     if seconds > 1:                            # else the report is complete, and only shown
         with _sigterm_as_interrupt():
-            _run(report, seconds, path, as_json, device=device_kind(device),
-                 threads=threads, rate=faults, forks=forks, ops=ops,
-                 seed=len(report.parts))
+            _run(report, seconds, path, as_json, device=device_kind(device), threads=threads,
+                 rate=faults, forks=forks, ops=ops, seed=len(report.parts))
     if as_json:
         show.as_json(report.to_json())
     else:
@@ -67,8 +64,7 @@ def _run(report: SoakReport, seconds: float, path: Path, quiet: bool, **options:
         soak(seconds, report=report, out=path, say=say, **options)
         return
     with Progress(TextColumn("soak"), BarColumn(), TimeRemainingColumn(),
-                  TextColumn("{task.description}"), console=out,
-                  transient=True) as bar:
+                  TextColumn("{task.description}"), console=out, transient=True) as bar:
         task = bar.add_task("", total=seconds)
         soak(seconds, report=report, out=path, **options, say=lambda sample, tally: bar.update(
             task, completed=sample.at, description=line(sample, tally)))

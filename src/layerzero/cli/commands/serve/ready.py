@@ -1,6 +1,4 @@
-"""`lz ready`: whether this machine may serve, as an exit code for an orchestrator and a report for
-people.
-"""
+"""`lz ready`: whether this machine may serve, as an exit code and a report for people."""
 
 from __future__ import annotations
 

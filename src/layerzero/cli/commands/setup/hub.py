@@ -1,6 +1,4 @@
-"""`lz hub`: list the cached repositories, explain whether they would load here, pin them, verify
-the pins.
-"""
+"""`lz hub`: list the cached repositories, explain if they load here, pin and verify them."""
 
 from __future__ import annotations
 

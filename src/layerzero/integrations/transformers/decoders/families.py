@@ -67,14 +67,12 @@ ROLES = {"head": ("ForCausalLM", "LMHeadModel"),
 
 
 class NotRecognised(Exception):
-    """The model, or this state of it, is none that the decode step was written for; the text says
-    what it is."""
+    """The model, or its state, is none that the decode step serves; the text says what it is."""
 
 
 @dataclass(frozen=True)
 class FunctionCode:
-    """The code of a function: its parameters and its body, without annotations and
-    documentation."""
+    """The code of a function: parameters and body, without annotations and documentation."""
 
     text: str
     # everything that is named in it, keyword arguments too
@@ -97,8 +95,7 @@ class FunctionCode:
 
 
 def known(module: Any, role: str) -> FunctionCode:
-    """Returns the code of a module that does what a module of this role does in one of the
-    families."""
+    """Returns the code of a module that plays this role in one of the families."""
     if not is_known(module, role):
         raise NotRecognised(
             f"{type(module).__name__} does not do what the {role} does in any family that is known")

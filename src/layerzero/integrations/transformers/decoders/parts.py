@@ -1,5 +1,4 @@
-"""The parts of a decoder that has a decode step, as data: what each layer is made of, and with
-which numbers."""
+"""The parts of a decoder that has a decode step, as data: each layer's parts and numbers."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up
-    alone."""
+    """`into`: layers whose weights, joined, are one product: gate and up, or up alone."""
 
     into: tuple[Linear, ...]
     down: Linear
@@ -54,8 +52,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """A feed-forward part that the model's own code computes; `first`: it returns a tuple, and its
-    result is the first of it."""
+    """A feed-forward part that the model's own code computes; `first`: of the tuple it returns."""
 
     module: Any
     first: bool = False
@@ -63,8 +60,7 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: `top_k` of many feed-forward layers for each token, and maybe a shared
-    one for all tokens."""
+    """A mixture of experts: `top_k` of many for each token, and maybe one shared by all."""
 
     router: Tensor
     top_k: int

@@ -61,8 +61,8 @@ class Reader:
                   "pre_feedforward_layernorm", "feedforward_layernorm")
         shared = not names & set(second)
         parallel = (shared
-                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
-             "parallel_attn" in names and bool(layer.config.parallel_attn)))
+                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual))
+                    or ("parallel_attn" in names and bool(layer.config.parallel_attn)))
         split = ("q_proj", "k_proj", "v_proj")
         whole = [n for n in ("qkv_proj", "c_attn", "query_key_value", "Wqkv") if n in inner.names]
         latent = self.latent(attention, inner) if "kv_a_proj_with_mqa" in inner.names else None
@@ -127,8 +127,7 @@ class Reader:
                           float(attention.scaling))
 
     def stacked(self, block: Any) -> LayerParts:
-        """Returns a layer of T5: attention, cross-attention and feed-forward part are a module
-        each, with its norm."""
+        """Returns a layer of T5: attention, cross-attention, feed-forward, each with its norm."""
         known(block, "layer")
         first, *across, last = block.layer
         known(first, "self-attention of a layer"), known(last, "feed-forward of a layer")
@@ -173,8 +172,7 @@ class Reader:
         return Norm("layer_norm", (), float(eps), 0.0, tuple(Linear(m, False) for m in each))
 
     def feed_forward(self, module: Any, first: bool = False) -> FeedForward | Experts | OwnPart:
-        """Read a module that is called with the tokens alone; one that lz cannot compute stays as
-        its own code."""
+        """Read a module called with the tokens alone; its own code stays if lz cannot."""
         adds = code_of(module).text.startswith("['hidden_states', 'residual']")
         if adds and is_known(module, "feed-forward that adds"):
             return self.adding(module)
@@ -275,8 +273,7 @@ class Reader:
         return experts
 
     def recipe(self, module: Any, *kinds: str) -> Recipe:
-        """Returns what a module computes: the recipe it was patched by, or the one that a trial
-        proves."""
+        """Returns what a module computes: its patched recipe, or one that a trial proves."""
         patched = recipe_of(module) if isinstance(module, nn.Module) else None
         verdict = patched or (self.tried(module) if isinstance(module, nn.Module) else None)
         if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
@@ -319,8 +316,7 @@ def _router(module: Any, gate: Any, code: FunctionCode) -> Any:
 
 @torch.no_grad()
 def _check_routing(module: Any, route: Any, shared: Any) -> None:
-    """Raises NotRecognised unless the module gives what its experts give for the router's choice,
-    and the shared one added."""
+    """Raises NotRecognised unless the module gives what its experts, as routed, give."""
     like = module.experts.down_proj
     x = random(like, 1, 3, like.shape[1])
     try:

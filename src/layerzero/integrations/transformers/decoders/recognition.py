@@ -123,8 +123,7 @@ def recognise(model: nn.Module) -> DecoderParts:
         for i, x in enumerate(layers))
     if head is not None:                       # which is called without an encoder
         read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm",
-             "norm_f")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm", "norm_f")
     ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
     latent = read_layers[0].latent is not None
     rotation, single = ("rotate_half", False) if rotary is None or latent else _rotation(layers[0])
@@ -134,12 +133,11 @@ def recognise(model: nn.Module) -> DecoderParts:
         raise NotRecognised("its norms are of the sums, and there is one more at the end")
     return DecoderParts(
         base=base, embed=embed, positions=positions, first_position=first,
-        counted="cumsum" in inner.names,
-        layers=read_layers, norm=read.norm(named_by(base, inner, *norms)) if ends else None,
-        rotary=rotary, rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
+        counted="cumsum" in inner.names, layers=read_layers,
+        norm=read.norm(named_by(base, inner, *norms)) if ends else None, rotary=rotary,
+        rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
         kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"), head=head,
-        softcap=softcap,
-        logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
+        softcap=softcap, logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
         embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
         token_scale=of_token,
         embed_norm=read.norm(getattr(base, embed_norm), False) if embed_norm else None,

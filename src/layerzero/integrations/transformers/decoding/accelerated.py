@@ -51,8 +51,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 class ModelWatch:
-    """Watches that a model stays as it is: the modules, their weights and where these lie, and that
-    nobody hooks into them."""
+    """Watches that a model stays as it is: modules, weights, where they lie, no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -240,8 +239,7 @@ class Accelerated:
 
     def _prompt(self, input_ids: Tensor | None = None, attention_mask: Any = None,
                 position_ids: Any = None, past_key_values: Any = None,
-                inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
-                **others: Any) -> Any:
+                inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0, **others: Any) -> Any:
         """Many tokens into an empty cache, all of which are seen by those after them."""
         config, prompts = self.parts.base.config, self.prompts
         cache = DynamicCache(config=config) if past_key_values is None else past_key_values
@@ -333,8 +331,7 @@ class Accelerated:
         return embeds
 
     def _position(self, position_ids: Any) -> Tensor | None:
-        """Returns the position of the new token, (batch, 1), or (axes, batch, 1) for rope over
-        axes."""
+        """Returns the position of the new token, (batch, 1); (axes, batch, 1) for axial rope."""
         if position_ids is None:
             return None
         if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):
@@ -346,8 +343,7 @@ class Accelerated:
         return position_ids  # type: ignore[no-any-return]
 
     def _masks(self, mask: Any, batch: int, length: int) -> list[Tensor | None]:
-        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every
-        one."""
+        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees all."""
         if isinstance(mask, Mapping):          # made outside, for each kind of layer
             kinds = getattr(self.parts.base.config, "layer_types", None) or ()
             if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
@@ -387,8 +383,7 @@ def detach(step: Accelerated) -> None:
 
 
 def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
-    """Returns a mask as transformers makes it for one token, of the keys that a layer with this
-    window sees."""
+    """Returns a mask as transformers makes it for one token, for a layer with this window."""
     if mask is None:
         return None
     seen = total if window is None else min(total, window)
@@ -409,8 +404,7 @@ def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor 
 
 
 def _shift(position_ids: Tensor | None, length: int) -> int | None:
-    """Returns how far the new token stands from the place after `length` others; None where rows or
-    axes differ."""
+    """Returns how far the new token is from the place after `length`; None if rows differ."""
     if position_ids is None:
         return 0
     shifts = {int(p) - length for p in position_ids.flatten().tolist()}

@@ -75,8 +75,7 @@ def _gains(parts: LayerParts) -> list[tuple[Linear, ...]]:
 
 
 def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
-    """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the
-    way."""
+    """Joins the weights of all layers, or changes nothing: NotRecognised says why."""
     plain = [plain_part(layer.mlp) for layer in parts.layers]
     check_movable(model, [*(layer.qkv for layer in parts.layers),
                           *(p.into for p in plain if p is not None),
@@ -132,10 +131,7 @@ class BoundCross:
 
 
 class DecodeStep(ChosenKernels):
-    """The step for one size of batch.
-
-    Calling it gives the logits, or the last hidden state where there is no head.
-    """
+    """The step for one batch size. It gives the logits, or the last hidden state without a head."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
@@ -167,8 +163,7 @@ class DecodeStep(ChosenKernels):
         return Binder(captured)
 
     def _compiled_token(self) -> Run | None:
-        """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
-        attention here."""
+        """Our compiled kernel that rotates, stores and attends; None if lz may not choose it."""
         like, plain = (self._like, self.rotation == "rotate_half"
                        and all(not at.softcap and not at.norm_last and at.sinks is None
                                and at.latent is None for at in self.layers))
@@ -254,8 +249,7 @@ class DecodeStep(ChosenKernels):
             both = heads[:, :, :p.heads + p.kv_heads]
             angles = x.new_zeros((self.batch, 1, 2 * self.half))[..., :self.half]
             rope = bind("rope", "rope", both, None, angles, angles,
-                        style=ROTATIONS[self.rotation][0], layout="bshd",
-                        rotary_dim=2 * self.half)
+                        style=ROTATIONS[self.rotation][0], layout="bshd", rotary_dim=2 * self.half)
             if bind.kernels["rope"].startswith("torch.") and 2 * self.half == p.head_dim and \
                     self.rotation == "rotate_half":
                 # made of several operations: fewer of them do, see _Rotation
@@ -313,8 +307,7 @@ class DecodeStep(ChosenKernels):
             shape=(self.batch, 1, c.heads, c.head_dim))
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
-        """Bind the norms of queries and keys, in (batch, 1, heads + 2 * kv_heads, dim) with the
-        values."""
+        """Bind the norms of queries and keys in (batch, 1, heads + 2 * kv_heads, dim)."""
         p = layer.parts
         if p.q_norm is None or p.k_norm is None:
             return None
@@ -381,8 +374,7 @@ class DecodeStep(ChosenKernels):
         return normed if self._head is None else self._logits(normed)
 
     def _last_state(self, x: Tensor, angles: Angles | None, kv: StepKV) -> Tensor:
-        """Computes all layers and the last norm for any number of tokens: (batch, tokens,
-        hidden)."""
+        """Computes all layers and the last norm for any tokens: (batch, tokens, hidden)."""
         normed, attend = x if self._first_norm is None else self._first_norm(x), kv.attend
         lead = x.shape[:2]
         rotations = [_Rotation(*pair, lead, self.half) for pair in angles or ()]

@@ -22,12 +22,10 @@ from .host_kv import HostKV
 
 
 class CrossKV(HostKV):
-    """Keys and values of a token, and those of the encoder; `mask` is (batch, 1, 1, keys), or None
-    where all are seen."""
+    """Keys and values of a token and of the encoder; `mask` is (batch, 1, 1, keys) or None."""
 
-    def __init__(self, step: DecodeStep, layers: list[Any], masks: list[Tensor | None],
-                 angles: Any, bias: Tensor | None, cross_layers: list[Any],
-                 mask: Tensor | None) -> None:
+    def __init__(self, step: DecodeStep, layers: list[Any], masks: list[Tensor | None], angles: Any,
+                 bias: Tensor | None, cross_layers: list[Any], mask: Tensor | None) -> None:
         super().__init__(step, layers, masks, angles, bias)
         self._cross_layers, self._mask = cross_layers, () if mask is None else (mask,)
 

@@ -54,8 +54,7 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
 
 
 def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder,
-           product: Product,
-           fast: Any) -> Run:
+           product: Product, fast: Any) -> Run:
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
     biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
@@ -98,11 +97,11 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
     if parts.shared is not None and parts.shared_gate is not None:
         plain = _plain([layer], parts.shared, x, bind, product, fast)
         module = parts.shared_gate.module
-        alone = product("gate of the shared expert", x, [codes_of(module) or module.weight],
-                        module.bias)
+        gate = product("gate of the shared expert", x, [codes_of(module) or module.weight],
+                       module.bias)
 
         def shared(x: Tensor) -> Tensor:
-            return torch.sigmoid(alone(x)) * plain(x)  # type: ignore[no-any-return]
+            return torch.sigmoid(gate(x)) * plain(x)  # type: ignore[no-any-return]
 
     bind_experts = _one_token if batch == 1 and not x.is_cuda else _many_tokens
     chosen = bind_experts(parts, x, bind)

@@ -24,10 +24,7 @@ GROWTH = 2
 
 
 class _Growing:
-    """The buffers are (batch, capacity, heads, dim): what one token adds is in one piece.
-
-    Places count from their start.
-    """
+    """The buffers are (batch, capacity, heads, dim), so that one token's rows are contiguous."""
 
     keys: Any
     values: Any

@@ -59,8 +59,7 @@ class Joined:
 
     def _join(self, parameters: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([p.detach() for p in parameters])
-        # DLPack gives each part a storage that is no longer than itself; a view would have that of
-        # the whole.
+        # DLPack gives each part a storage of its own length; a view would have the whole's.
         parts = [from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
         for parameter, part in zip(parameters, parts):
             if isinstance(parameter, nn.Parameter):
@@ -69,8 +68,7 @@ class Joined:
         return whole
 
     def undo(self) -> None:
-        """Gives every parameter memory of its own again; one that got other memory since keeps
-        that."""
+        """Gives every parameter its own memory again; one that was replaced keeps that."""
         # weights like any other, whoever undoes it where
         with torch.inference_mode(False), torch.no_grad():
             for parameter, address in self._placed:

@@ -54,8 +54,7 @@ class LatentKV:
 
 def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
           norm: Callable[[str, Norm, Tensor], Run]) -> Callable[..., Tensor]:
-    """layer, product of the two that go down, kv -> the attention, (batch, 1, heads *
-    value_dim)."""
+    """layer, product of the two down projections, kv -> attention (batch, 1, heads * value_dim)."""
     latent, batch, heads = p.latent, len(x), p.heads
     assert latent is not None
     down, rank, rope = latent.query_down.shape[0], latent.rank, latent.rope_dim

@@ -31,8 +31,7 @@ LARGE, SMALL_CALLS = 1 << 20, 16
 
 
 class Binder:
-    """Calls lz.tables.bind once for each kind of call, and keeps the names of the kernels for the
-    report."""
+    """Calls lz.tables.bind once for each kind of call; keeps the kernels' names for the report."""
 
     def __init__(self, captured: bool) -> None:
         self._bound: dict[Any, Run] = {}
@@ -59,16 +58,13 @@ class Binder:
     def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         if not self._captured:
             return bind(op, *tensors, **fixed)
-        # What is compiled on first use is compiled before the capture. Inductor's takes too long
-        # for what it gains.
+        # Compiled on first use means before the capture; Inductor's takes too long for its gain.
         with context.overriding({"jit": "in_request", "graph_strict_mode": True},
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)
 
-    def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...],
-                **fixed: Any) -> Run:
-        """Returns the kernel for calls like these, as lz chooses it; where the step is captured, by
-        a race over them all."""
+    def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...], **fixed: Any) -> Run:
+        """Returns the kernel for calls like these, as lz chooses; when captured, by a race."""
         chosen = self(what, op, *calls[0], **fixed)
         like = calls[0][0]
         if not (self._captured and like is not None and like.is_cuda):
@@ -116,8 +112,7 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _repeat_until_cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Returns as many calls as it takes that the large tensors of the first have left the cache
-    after the last."""
+    """Returns so many calls that the first one's large tensors have left the cache by the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS

@@ -226,8 +226,7 @@ def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config
         return own(input_ids, config, kwargs, is_first_iteration=is_first_iteration)
     fewer = {name: value[::copies] if name in BY_ROW and value is not None else value
              for name, value in kwargs.items()}
-    outputs = own(input_ids[::copies], config, fewer,
-                  is_first_iteration=is_first_iteration)
+    outputs = own(input_ids[::copies], config, fewer, is_first_iteration=is_first_iteration)
     cache, mask = outputs.past_key_values, kwargs.get("attention_mask")
     if (mask is None or bool((mask == 1).all())) and _can_share(accelerated, cache, rows):
         cache.layers = [SharedLayer(layer, copies) for layer in cache.layers]

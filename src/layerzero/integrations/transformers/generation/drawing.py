@@ -71,8 +71,7 @@ class DrawPlan:
 
 
 def plan_draw(processors: Any, sample: bool, start: int, vocab: int, fused: bool) -> DrawPlan:
-    """Plan the draw after a prompt of `start` tokens. NotRecognised names a processor that only the
-    host can call."""
+    """Plan the draw after `start` tokens. NotRecognised names a processor for the host only."""
     if type(processors) is not stock.LogitsProcessorList:
         raise NotRecognised(f"a {type(processors).__name__} of logits processors")
     plan, rest = DrawPlan(sample=sample, fused=fused and sample), list(processors)
@@ -251,7 +250,6 @@ def _sampler(bind: Binder, logits: Tensor, rows: dict[str, Tensor]) -> Callable[
 
 
 def seen_tokens(input_ids: Tensor, vocab: int) -> Tensor:
-    """Returns which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the
-    last."""
+    """Returns which tokens a prompt has, (batch, vocab + 1): ids beyond the logits share one."""
     seen = torch.zeros((len(input_ids), vocab + 1), dtype=torch.bool, device=input_ids.device)
     return seen.scatter_(1, input_ids.clamp(max=vocab), True)

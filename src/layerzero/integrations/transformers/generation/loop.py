@@ -251,8 +251,7 @@ class _Loop:
 
     def _uncaptured_tail(self, room: int) -> Tail:
         """Make a tail for steps that are not captured."""
-        step_input = torch.zeros((self.batch, 1), dtype=torch.int64,
-                                 device=self.input_ids.device)
+        step_input = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
         return Tail(self.plan, step_input, self.vocab, room, self.step.step(self.batch).bind,
                     device_kernels() if self.cuda else None)
 
@@ -335,8 +334,7 @@ class _Loop:
             layer.set_end(length)
 
     def _copy_to_host(self) -> None:
-        """Start copying the newest token to the host, on a side stream: reading it waits for no
-        later step."""
+        """Start copying the newest token to the host on a side stream, to be read later."""
         assert self.tail is not None
         row = self.tail.log[self.tail.rows(self.issued)]
         self.issued += 1
@@ -379,8 +377,7 @@ class _Loop:
             self.streamer.put(tokens)
 
     def _resume_by_kernels(self) -> None:
-        """A launch of the persistent step gave up: the graph of kernels goes on after the last
-        token that was looked at."""
+        """The persistent step gave up: the graph of kernels goes on after the last token seen."""
         assert self.tail is not None and self.fixed is not None
         persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()
@@ -438,8 +435,7 @@ _kernels: dict[str, Any] = {}                  # "here": those of triton_draw.py
 
 
 def device_kernels() -> Any:
-    """Returns the kernels of triton_draw.py; None where Triton is not installed or does not compile
-    them."""
+    """Returns the kernels of triton_draw.py; None where Triton cannot compile them."""
     if not _kernels:
         try:
             from . import triton_draw

@@ -147,8 +147,7 @@ class Rows:
                 self.declined[f"verified without a graph: {why}"] += 1
                 self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
-        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents,
-                    self._runs)
+        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents, self._runs)
         try:
             return step(x, kv.angles, kv)[:, 0], kv
         # passed on, an interrupt too: half a round must not stay in the cache
@@ -310,8 +309,7 @@ class Speculation:
 
     def _round(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
                processors: Any) -> Tensor:
-        """Returns the tokens that follow: one, and those of the draft that the model chose as
-        well."""
+        """Returns the tokens that follow: one, and those of the draft that the model chose too."""
         tokens = torch.cat((ids[0, -1:], drafted))
         tree = None if parents is None else torch.cat((torch.tensor([-1]), parents + 1))
         if len(tokens) == 1:

@@ -102,10 +102,10 @@ def _draw_kernel(scores_ptr, listed_ptr, values_ptr, places_ptr, uniform_ptr, te
                 best = tl.maximum(best, tl.max(tl.where(rank < last, rank, least), 0))
             last = best
             place = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-            found = best > least
-            tl.store(places_ptr + row * ROOM + i, place, mask=found)
+            is_token = best > least
+            tl.store(places_ptr + row * ROOM + i, place, mask=is_token)
             tl.store(values_ptr + row * ROOM + i,
-                     tl.load(scores_ptr + row * row_stride + place, mask=found,
+                     tl.load(scores_ptr + row * row_stride + place, mask=is_token,
                              other=float("-inf")).to(tl.float32))
         tl.debug_barrier()     # of all threads
         listed = wanted

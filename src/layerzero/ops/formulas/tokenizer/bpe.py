@@ -30,8 +30,7 @@ WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000
 
 
 def _make_byte_characters() -> tuple[str, ...]:
-    """Returns the character for each byte: itself if it is printable, else the next one from
-    U+0100."""
+    """Returns the character of each byte: itself if printable, else the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
     return tuple(chr(b) if b in printable else chr(next(substitutes)) for b in range(256))
@@ -40,8 +39,7 @@ def _make_byte_characters() -> tuple[str, ...]:
 BYTE_CHARACTERS = _make_byte_characters()
 BYTES = {c: b for b, c in enumerate(BYTE_CHARACTERS)}
 
-# Letters are mapped to `a` (except those of contractions), digits to `1`, white space to a tab, all
-# else to `!`.
+# Letters (but contractions) become `a`, digits `1`, white space a tab, all else `!`.
 _PIECE = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[a-z]+| ?1+| ?['!]+|[ \t]+(?![^ \t])|[ \t]+")
 
 
@@ -67,8 +65,7 @@ def split_pieces(text: str) -> Iterator[Span]:
 
 
 def is_byte_level_bpe(data: Mapping[str, Any]) -> bool:
-    """Returns whether this formula implements everything in a tokenizer.json that the rules do not
-    check."""
+    """Returns whether this formula has all of a tokenizer.json that rules do not check."""
     model, pre = data["model"], data.get("pre_tokenizer") or {}
     vocab = model.get("vocab")
     if (pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping)
@@ -165,8 +162,7 @@ class ByteLevelBPE:
         return raw.decode("utf-8", "replace")
 
     def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:
-        """Splits the text at added tokens: first those matched in the raw text, then the normalized
-        ones."""
+        """Splits the text at added tokens: those of the raw text first, then normalized ones."""
         segments: list[tuple[int, int, Any]] = [(0, len(text), None)]
         for matcher in self.passes:
             if matcher is not None:
@@ -201,8 +197,7 @@ class ByteLevelBPE:
                 at += len(token)
 
     def _merge(self, word: str) -> list[str]:
-        """Merges the best-ranked adjacent pair, the leftmost of equals, until no pair can be
-        merged."""
+        """Merges the best-ranked adjacent pair, leftmost of equals, until none is left."""
         if self.whole_words and word in self.vocab:
             return [word]
         parts = list(word)
@@ -223,8 +218,7 @@ def _compile_matcher(contents: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _trim_span(index: int, token: str, span: Span, add_prefix_space: bool) -> Span:
-    """Returns the span without the token's leading and trailing white space; an added prefix space
-    is not counted."""
+    """Returns the span without the token's white space; an added prefix space does not count."""
     space = BYTE_CHARACTERS[0x20]
     white = [c == space or c in WHITE_SPACE for c in token]
     leading = white.index(False) if False in white else len(white)
@@ -243,10 +237,15 @@ _MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l"
            "Ġ w", "o r", "Ġw or")
 
 
+# the model of a byte-level tokenizer.json, but for its vocabulary and merges
+BPE_MODEL: Mapping[str, Any] = {
+    "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+    "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+
+
 def tiny_tokenizer(template: bool = False, pad: bool = False,
                    merges: Sequence[str] = _MERGES) -> dict[str, Any]:
-    """Returns a small tokenizer.json: the 256 bytes, a few merges, two special tokens and an added
-    one."""
+    """Returns a small tokenizer.json: 256 bytes, some merges, special tokens, an added one."""
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
@@ -266,15 +265,10 @@ def tiny_tokenizer(template: bool = False, pad: bool = False,
         post = {"type": "TemplateProcessing", "single": single, "pair": pair,
                 "special_tokens": special}
     padding = ({"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
-                "pad_id": ids["</s>"],
-                "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
+                "pad_id": ids["</s>"], "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                   "use_regex": True}
     return {
         "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added,
         "normalizer": None, "pre_tokenizer": byte_level, "post_processor": post,
-        "decoder": byte_level, "model": {"type": "BPE", "dropout": None, "unk_token": None,
-                                         "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                                         "ignore_merges": False,
-                  "vocab": vocab, "merges": list(merges)}}
+        "decoder": byte_level, "model": {**BPE_MODEL, "vocab": vocab, "merges": list(merges)}}

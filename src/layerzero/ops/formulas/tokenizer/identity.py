@@ -46,8 +46,7 @@ SERIALIZING: tuple[type[BaseException], ...] = (Exception,)
 
 @dataclass(frozen=True)
 class Settings:
-    """A tokenizer's own truncation, padding and special-token settings, which a call can
-    override."""
+    """A tokenizer's own truncation, padding and special tokens, which a call can override."""
 
     truncation: bool = False
     max_length: int | None = None
@@ -62,8 +61,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class TokenizerHandle:
-    """A tokenizer as it was when it was loaded. Later changes to the object or the file have no
-    effect."""
+    """A tokenizer as it was when loaded: later changes to object or file have no effect."""
 
     kind: str                                  # tokenizers | tiktoken | sentencepiece
     facts: Mapping[str, Any]
@@ -74,13 +72,11 @@ class TokenizerHandle:
 
     @property
     def id(self) -> str:
-        """SHA-256 over vocabulary, merges, normalizer, pre-tokenizer, added and special tokens, and
-        settings."""
+        """SHA-256 over vocabulary, merges, normalizer, pre-tokenizer, tokens and settings."""
         return str(self.facts["tokenizer_id"])
 
     def built(self, key: Any, build: Callable[[TokenizerHandle], Any]) -> Any:
-        """Returns what `build` makes of the handle, cached by key. Two threads may both build; one
-        result stays."""
+        """Returns what `build` makes of the handle, cached by key; threads may both build."""
         value = self._built.get(key)
         return self._built.setdefault(key, build(self)) if value is None else value
 
@@ -100,8 +96,7 @@ _handover = threading.local()
 
 
 def identify(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
-    """Returns the handle of a caller's `tokenizer`; raises InvalidCall for anything that is not
-    accepted."""
+    """Returns the handle of a caller's `tokenizer`; InvalidCall if it is not accepted."""
     if type(tokenizer) is TokenizerHandle:
         return tokenizer
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -117,8 +112,7 @@ def identify(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
 
 
 def identify_again(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
-    """Returns the handle for a kernel, without checking the tokenizer's state again right after
-    `identify`."""
+    """Returns the handle for a kernel, without checking it again right after `identify`."""
     if type(tokenizer) is TokenizerHandle:
         return tokenizer
     last, _handover.last = getattr(_handover, "last", None), None
@@ -133,8 +127,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=256)
 def kind_of(cls: type) -> str | None:
-    """Returns tokenizers, transformers, tiktoken or sentencepiece, by the module of the class or a
-    base of it."""
+    """Returns tokenizers, transformers, tiktoken or sentencepiece, by the class's module."""
     for base in cls.__mro__:
         root, name = base.__module__.partition(".")[0], base.__name__
         if (root, name) in (("tokenizers", "Tokenizer"), ("tiktoken", "Encoding"),
@@ -230,8 +223,7 @@ def _tiktoken_state(tokenizer: Any) -> tuple[Any, ...]:
 
 def _read_tiktoken(tokenizer: Any, op: str) -> TokenizerHandle:
     handle = from_ranks(tokenizer.name, tokenizer._mergeable_ranks, tokenizer._pat_str,
-                        tokenizer._special_tokens,
-                        f"tiktoken.Encoding {tokenizer.name!r}")
+                        tokenizer._special_tokens, f"tiktoken.Encoding {tokenizer.name!r}")
     handle.built("native", lambda _: tokenizer)
     return handle
 
@@ -370,10 +362,8 @@ def _settings_from_json(data: Mapping[str, Any], encode_special_tokens: bool) ->
 
 
 def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None,
-               special_tokens: Mapping[str, int] | None,
-               source: str) -> TokenizerHandle:
-    """Returns the handle of a tiktoken.Encoding. Without a pattern it is the one tiktoken publishes
-    by this name."""
+               special_tokens: Mapping[str, int] | None, source: str) -> TokenizerHandle:
+    """Returns the handle of a tiktoken.Encoding, without a pattern the published one's."""
     missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)
     if missing is not None:
         raise DataError(

@@ -162,8 +162,7 @@ Offsets = Callable[[], Sequence[Span]]
 
 @dataclass(frozen=True)
 class _TokenSpans:
-    """Where the ids of a text start and end, and which of them are added tokens to split in front
-    of."""
+    """Where the ids of a text start and end, and which are added tokens to split at."""
 
     starts: array[int]
     ends: array[int]
@@ -225,8 +224,7 @@ class PrefixMemory:
 
     def encode(self, text: str, parse_special: bool | None, want_offsets: bool,
                full: Callable[[str], tuple[list[int], Offsets]]) -> EncodedText:
-        """Returns the encoding of a text; `full(text)` returns the ids of a text and a function for
-        their offsets."""
+        """Returns the encoding of a text; `full(text)` gives ids and a function for offsets."""
         key = (parse_special, text[:KEY_CHARACTERS])
         entry, shared = self._nearest(key, text)
         if entry is not None and shared == len(text) == len(entry.text):
@@ -268,8 +266,7 @@ class PrefixMemory:
         return best, shared
 
     def _split(self, entry: _StoredText, shared: int) -> tuple[int, int]:
-        """Returns the last split point in the common prefix and the number of ids before it; (0, 0)
-        if there is none."""
+        """Returns the last split point in the common prefix and the ids before it, or (0, 0)."""
         if not (self.split_points.spaces or self.split_points.special
                 or self.split_points.ordinary):
             return 0, 0
@@ -326,8 +323,7 @@ def _shift(spans: Sequence[Span], by: int) -> list[Span]:
 
 
 def common_length(a: str, b: str, known: int = 0) -> int:
-    """Returns the length of the common prefix of two texts, of which `known` characters are known
-    to be equal."""
+    """Returns the length of the common prefix of two texts, `known` characters checked before."""
     low, high = known, min(len(a), len(b))
     if a[low:high] == b[low:high]:
         return high
@@ -346,8 +342,7 @@ _storing = threading.Lock()
 
 def prefix_memory(identity: str, split_points: Callable[[], SplitPoints],
                   eager: bool) -> PrefixMemory:
-    """Returns the memory of the tokenizer with this identity; equal identities encode texts
-    equally."""
+    """Returns the memory of the tokenizer with this identity, which decides the encoding."""
     memory = _memories.get(identity)
     if memory is None:
         for oldest in list(_memories)[:max(len(_memories) - MAX_TOKENIZERS + 1, 0)]:

@@ -53,8 +53,7 @@ class Tokens:
     tokenizer_id: str = ""
 
     def to_tensor(self, device: torch.device | str | None = None, of: str = "ids") -> Tensor:
-        """Returns `ids` or `attention_mask` as an int64 tensor; several texts must be padded to one
-        length."""
+        """Returns `ids` or `attention_mask` as int64; several texts must be padded."""
         rows = {"ids": self.ids, "attention_mask": self.attention_mask}.get(of)
         if rows is None:
             known = "'ids' or 'attention_mask', which needs return_attention_mask=True"
@@ -118,8 +117,7 @@ def make_kernel(encode: Encode) -> Callable[..., Tokens]:
     ) -> Tokens:
         handle = identify_again(tokenizer)
         lengths = resolve_lengths(handle.settings, truncation, padding, max_length, truncation_side,
-                                  padding_side, pad_id,
-                                  pad_to_multiple_of)
+                                  padding_side, pad_id, pad_to_multiple_of)
         parse = handle.settings.parse_special if parse_special is None else parse_special
         single = isinstance(text, str)
         encoded = encode(handle, [text] if isinstance(text, str) else list(text),
@@ -161,8 +159,7 @@ def check_texts(text: Any) -> Sequence[str]:
 def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool | str | None,
                     max_length: int | None, truncation_side: str | None, padding_side: str | None,
                     pad_id: int | None, multiple: int | None) -> Lengths:
-    """Returns the call's truncation and padding, by default the tokenizer's; raises InvalidCall if
-    incomplete."""
+    """Returns the call's truncation and padding, else the tokenizer's; InvalidCall if partial."""
     cut = settings.truncation if truncation is None else truncation
     limit = settings.max_length if max_length is None else max_length
     if cut and limit is None:
@@ -195,8 +192,7 @@ def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool |
 
 
 def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, offsets: bool,
-             mask: bool,
-             identity: str) -> Tokens:
+             mask: bool, identity: str) -> Tokens:
     """Truncates, adds special tokens and pads."""
     rows, spans = [], []
     for text in encoded:

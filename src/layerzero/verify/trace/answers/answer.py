@@ -24,10 +24,7 @@ QUERY = r"q|query|queries"
 
 @dataclass(frozen=True)
 class Answer:
-    """One way to compute a definition with lz.
-
-    `reading` is how what the schema leaves open was understood.
-    """
+    """One way to compute a definition with lz; `reading` is how open points were understood."""
 
     definition: Definition
     ops: tuple[str, ...]
@@ -73,8 +70,7 @@ def lz(op: str, /, **arguments: Any) -> Any:
 
 @contextmanager
 def serving() -> Iterator[list[str]]:
-    """The kernels that serve the lz calls of a block; one that failed is named with the one that
-    took its place."""
+    """The kernels that serve the lz calls of a block; a failed one with its replacement."""
     noted: list[str] = []
     token = _served.set(noted)
     stop = subscribe(lambda e: noted.append(f"{e.kernel} failed, {e.served_by} served")

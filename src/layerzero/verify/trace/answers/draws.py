@@ -34,8 +34,7 @@ def column(value: Any, rows: int, default: float) -> Tensor:
 
 def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool,
              slack: float) -> Tensor:
-    """What is left of each row, not normalised: the top_k first, then what makes up top_p of these,
-    then min_p."""
+    """What is left of each row, not normalised: top_k first, of these top_p, then min_p."""
     n, vocab = rows.shape
     weights = rows.detach().cpu().double()
     if not probs:
@@ -142,8 +141,7 @@ def frequencies(answer: Answer, x: Inputs, step: int = 1) -> ComparisonVerdict:
                             if int(filters.get("top_k", 0)) < rows.shape[1] else 0)
         spaced = (torch.arange(DRAWS, device=rows.device, dtype=torch.float64) + 0.5) / DRAWS
         drawn = lz("sample", logits=rows[i].expand(DRAWS, -1).contiguous(), from_probs=r["probs"],
-                   uniforms=spaced,
-                   **filters)
+                   uniforms=spaced, **filters)
         exact = filtered(rows[i:i + 1], filters["top_k"], filters.get("top_p"),
                          filters.get("min_p"), filters.get("temperature"), r["probs"], 0.0)[0]
         counted = torch.bincount(drawn.cpu(), minlength=rows.shape[1]).double() / DRAWS

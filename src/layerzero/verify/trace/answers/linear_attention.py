@@ -41,7 +41,7 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
                            if indices and last else {})})
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
-        def turned(t: Tensor) -> Tensor:
+        def key_first(t: Tensor) -> Tensor:
             return t.transpose(-1, -2) if reading["state"] == "k_last" else t
 
         gates = -x[log_decay].float().exp() * F.softplus(
@@ -54,15 +54,15 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
             parts = [t[None] for t in parts] if starts else parts
             result: tuple[Tensor, Tensor] = lz(
                 "gated_delta_rule", q=parts[0], k=parts[1], v=parts[2], g=parts[3], beta=parts[4],
-                scale=factor, initial_state=None if first is None else turned(first).contiguous(),
-                output_final_state=True)
+                scale=factor, output_final_state=True,
+                initial_state=None if first is None else key_first(first).contiguous())
             return result
 
         first = x[state] if state else None
         if not starts:
             chosen = first[x[indices].long()] if indices and first is not None else first
             outputs, states = attend(slice(None), chosen)
-            states = turned(states)
+            states = key_first(states)
             if indices and first is not None:
                 pool = first.clone()
                 if reading.get("pool") == "updated":
@@ -73,7 +73,7 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
         done = [attend(slice(i, j), None if first is None else first[n:n + 1])
                 for n, (i, j) in enumerate(pairwise(bounds))]
         return {out: torch.cat([o[0] for o, _ in done]),
-                last: turned(torch.cat([s for _, s in done]))}
+                last: key_first(torch.cat([s for _, s in done]))}
 
     return [Answer(definition, ("gated_delta_rule",), f"lz.gated_delta_rule({q}, {k}, {v}, ...)",
                    with_reading(compute, reading), reading, "gated_delta_rule",
@@ -98,17 +98,17 @@ def selective_state_update(definition: Definition) -> list[Answer]:
     def compute(v: Inputs, reading: Mapping[str, Any]) -> Outputs:
         pool = v[state]
         slots = v[indices].long() if indices else torch.arange(len(v[x]), device=pool.device)
-        taken = slots >= 0
+        used = slots >= 0
 
         def rows(name: str) -> Tensor | None:
-            return v[name][taken] if name else None
+            return v[name][used] if name else None
 
         outputs, states = lz(
-            "selective_state_update", state=pool[slots[taken]], x=rows(x), dt=rows(dt), A=v[decay],
+            "selective_state_update", state=pool[slots[used]], x=rows(x), dt=rows(dt), A=v[decay],
             B=rows(b), C=rows(c), D=v[skip] if skip else None, z=rows(z),
             dt_bias=v[shift] if shift else None, dt_softplus=reading["softplus"])
         result, pool = torch.zeros_like(v[x]), pool.clone()
-        result[taken], pool[slots[taken]] = outputs, states
+        result[used], pool[slots[used]] = outputs, states
         return {out: result, last: pool}
 
     return [Answer(definition, ("selective_state_update",),

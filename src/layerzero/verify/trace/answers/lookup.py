@@ -19,8 +19,7 @@ from .answer import Answer, Inputs, Outputs, lz
 
 
 def answers(definition: Definition) -> tuple[Answer, ...]:
-    """Every reading of the definition as an lz call, the likeliest first; Unmapped where there is
-    none."""
+    """Every reading of the definition as an lz call, likeliest first; Unmapped if none."""
     own = definition.tag("lz_op")
     if own:
         return (_own_op(definition, own),)
@@ -49,8 +48,7 @@ def answer(definition: Definition) -> Answer:
 
 
 def _own_op(definition: Definition, name: str) -> Answer:
-    """A definition exported from one of our operations: its inputs are the operation's parameters.
-    """
+    """A definition exported from one of our ops: its inputs are the op's parameters."""
     params = {p.name for p in dispatcher_of(name).op.params}
     strangers = [n for n in definition.inputs if n not in params]
     if strangers:

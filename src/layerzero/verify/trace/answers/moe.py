@@ -201,10 +201,7 @@ def _routed(x: Inputs, roles: _Roles, reading: Mapping[str, Any], top_k: int,
 
 def _used(ids: Tensor, offset: int, experts: int) -> tuple[Tensor, Tensor]:
     """Which of our experts serve a token, and the ids as places among these; -1 for another
-    device's.
-
-    So only weights that are needed are dequantized.
-    """
+    device's. So only weights that are needed are dequantized."""
     local = ids - offset
     mine = (local >= 0) & (local < experts)
     used = local[mine].unique()

@@ -53,10 +53,7 @@ class Ran:
 
 
 class References:
-    """A process that runs references; killed and replaced when one takes too long.
-
-    Use it as a context manager.
-    """
+    """A process that runs references, replaced when one takes too long; a context manager."""
 
     def __init__(self, trusted: Sequence[str | Path] = (), timeout_s: float = 60.0,
                  memory: int | None = None) -> None:

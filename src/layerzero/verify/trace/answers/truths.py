@@ -39,8 +39,7 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool,
             scale: float | None) -> tuple[Tensor, Tensor]:
-    """q (queries, heads, dim), k and v (keys, kv heads, dim): the attention, and the log-sum-exp
-    (natural)."""
+    """q (queries, heads, dim), k, v (keys, kv heads, dim): attention and natural log-sum-exp."""
     q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -261,8 +260,7 @@ def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int
 
 
 def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Stored numbers times their scales, each of which is for an equal part of the rows and
-    columns."""
+    """Stored numbers times their scales, each for an equal part of rows and columns."""
     values = stored.float()
     if scales is None or not scales.dim():
         return values if scales is None else values * scales

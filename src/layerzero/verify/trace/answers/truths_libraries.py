@@ -1,6 +1,4 @@
-"""FlashInfer's and SGLang's own answers to a definition, where their library and a CUDA device are
-here.
-"""
+"""FlashInfer's and SGLang's own answers to a definition, where library and GPU are here."""
 
 from __future__ import annotations
 
@@ -93,8 +91,7 @@ def _csr(x: Inputs, table: Any, page_size: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _paged(answer: Answer, x: Inputs) -> Outputs:
-    """Decoding has a wrapper of its own; groups of heads that it has no kernel for use tensor
-    cores."""
+    """Decoding has its own wrapper; groups of heads without a kernel use tensor cores."""
     import flashinfer
     r, q = answer.roles, x[answer.roles["query"]]
     cache = x[r["both"]] if r["both"] else (x[r["key"]], x[r["value"]])

@@ -28,8 +28,7 @@ class Config(NamedTuple):
     cols: int              # tiles of 8 rows that a warp holds in registers
     stages: int
     step: int              # keys of a stage; KEYS of each warp for cascade.cu
-    # grouped.cu: into how many ranges keys are cut; cascade.cu: about as many blocks for all KV
-    # heads
+    # grouped.cu: into how many ranges keys are cut; cascade.cu: about as many blocks in all
     splits: int = 1
     weight: int = 128      # what reading a key costs, in rows that it is multiplied with
     wgmma: bool = False    # grouped_wgmma.cu, which keeps the queries in shared memory
@@ -184,8 +183,7 @@ def paged_attention_shared(
     group, max_queries = heads // kv_heads, 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
     cfg = cascade_config(dim, compiler.machine_of(query.device))
     strides = key_cache.stride(slot), value_cache.stride(slot)
-    macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page),
-              ("PLANNERS", PLANNERS))
+    macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page), ("PLANNERS", PLANNERS))
     room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
                                             cascade_shared_bytes(dim, cfg), 16 + 88 * room)

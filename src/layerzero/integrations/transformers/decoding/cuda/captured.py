@@ -53,8 +53,7 @@ class FixedBuffers:
         place = weights.device
         pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
         self._table = pages.view(batch, -1)
-        # How many tokens there are before the new one, and with it, for each row of the batch:
-        # raised together.
+        # How many tokens there are before the new one, and with it, in each row of the batch.
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self.embeds = embeds                   # the token comes embedded
@@ -86,23 +85,20 @@ class FixedBuffers:
         return [torch.cat(pair, -1)[0].contiguous() for pair in angles]
 
     def shift_positions(self, shift: int) -> None:
-        """Let the token after n others stand at position n + shift: a picture counts for fewer than
-        it has tokens."""
+        """Let the token after n others be at position n + shift: pictures count for fewer."""
         if shift != self.shift:
             for table, angles in zip(self._angles, self._tables(shift)):
                 table.copy_(angles)
             self.shift = shift
 
     def _bound(self, layer: int) -> Callable[..., Any]:
-        """Returns the attention of a layer, as a function of turned queries, (batch, heads,
-        dim)."""
+        """Returns the attention of a layer as a function of rotated queries."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
         try:
             run = self.step.bind("attention, captured", "paged_attention", query, *pages,
                                  self._table, self._lengths, scale=at.scale,
-                                 window_left=at.window - 1 if at.window else -1,
-                                 softcap=at.softcap)
+                                 window_left=at.window - 1 if at.window else -1, softcap=at.softcap)
         except NoKernelFoundError:             # of float32 on a GPU, for one
             if at.softcap:
                 raise
@@ -112,9 +108,9 @@ class FixedBuffers:
 
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
-        turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
+        rotates = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
             at.norm_last for at in self.step.layers)
-        return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
+        return rotates and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
             at.head_dim <= MAX_DIM and at.heads // at.kv_heads <= MAX_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)
 
@@ -123,7 +119,7 @@ class FixedBuffers:
         if self._fused is not None:
             at = self.step.layers[layer]
             query = self._fused.rotate_and_store(both, value, self._angles[at.angles or 0],
-                                              self._position, keys, values)
+                                                 self._position, keys, values)
             out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window,
                                      at.softcap)
         else:
@@ -218,8 +214,7 @@ class FixedBuffers:
 
     def capture(self, key: Hashable = "step", after: Callable[[Tensor], None] | None = None,
                 length: int = 0) -> None:
-        """Capture the step, with what follows it. The warm-up writes to the places after `length`
-        tokens, which must be free."""
+        """Capture the step and what follows. Warm-up writes after `length` tokens: free places."""
         if not self._step_input.is_cuda or key in self._graphs:
             return
         self.length = -1

@@ -95,8 +95,7 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
         raise NotRecognised("its weights are in several formats")
     return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
                  len(parts.head.module.weight) if parts.head else 0, len(parts.layers), batch,
-                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation,
-                 kinds.pop())
+                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation, kinds.pop())
 
 
 def _code_format(weight: Weight) -> str:
@@ -131,8 +130,7 @@ def _rms(norm: Norm, size: int) -> float:
 
 def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
                angles: Sequence[Tensor]) -> list[PersistentStep]:
-    """Returns the kernel for these buffers, in each way that is worth a trial; NotRecognised says
-    why there is none."""
+    """Returns the kernel for these buffers, in each way worth a trial; or NotRecognised."""
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)

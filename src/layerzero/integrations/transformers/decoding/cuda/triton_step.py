@@ -96,8 +96,7 @@ def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tens
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
-           window: int | None = None,
-           softcap: float = 0.0) -> Tensor:
+           window: int | None = None, softcap: float = 0.0) -> Tensor:
     """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values,
     as above; over the last `window` of these."""
     batch, heads, dim = query.shape

@@ -115,9 +115,10 @@ def cpu_calls() -> Iterator[Call]:
         for hidden, inner in ((896, 4864), (2048, 8192)):
             yield Call("mlp", {"x": f32(rows, hidden), "weight_in": f32(2 * inner, hidden),
                                "weight_down": f32(hidden, inner)})
-    yield Call("linear", {"x": f32(64, 2048), "weight": f32(2048, 2048)})
-    yield Call("mlp", {"x": f32(64, 2048), "weight_in": f32(16384, 2048),
-                       "weight_down": f32(2048, 8192)})
+    for rows in (64, 128):
+        yield Call("linear", {"x": f32(rows, 2048), "weight": f32(2048, 2048)})
+        yield Call("mlp", {"x": f32(rows, 2048), "weight_in": f32(16384, 2048),
+                           "weight_down": f32(2048, 8192)})
     for hq, hkv, d in ((8, 8, 128), (12, 12, 64), (32, 8, 64), (14, 2, 64)):
         for keys in (128, 512, 2048, 4096):
             yield Call("attention", {"query": f32(1, hq, 1, d), "key": f32(1, hkv, keys, d),

@@ -261,7 +261,13 @@ def untuned() -> str:
         behind.setdefault(line.split()[0], []).append(float(line.rpartition(": ")[2]))
     named = ", ".join(f"`{op}` " + " / ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
                       for op, ratios in behind.items())
-    return text + f"\nBehind, eagerly: {named or 'none'}.\n"
+    cpu, drawn = (load(f"untuned-{name}neoverse-n1-1-thread")["summary"]["eager"]
+                  for name in ("", "drawn-"))
+    return text + (
+        f"\nBehind, eagerly: {named or 'none'}.\n\nOn one core of a Neoverse-N1, in float32: "
+        f"{cpu['geometric_mean']:.2f} over {cpu['rows']} calls, worst {cpu['worst']:.2f}; "
+        f"{drawn['geometric_mean']:.2f} over {drawn['rows']} drawn at random, worst "
+        f"{drawn['worst']:.2f}.\n")
 
 
 def cost() -> str:

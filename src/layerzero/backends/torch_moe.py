@@ -42,8 +42,10 @@ def _grouped_loop() -> Callable[..., Any]:
         # on the CPU too: a product into a part of another tensor takes longer than the copy
         if x.device.type == "cpu" or (torch.is_grad_enabled()
                                       and (x.requires_grad or weights.requires_grad)):
-            parts = [x[a:b] @ weights[g] for g, (a, b) in enumerate(zip(starts, ends)) if b > a]
             left = len(x) - ends[-1]
+            sizes = [b - a for a, b in zip(starts, ends)]
+            groups = zip(sizes, x.split([*sizes, left]), weights.unbind())
+            parts = [part @ weight for size, part, weight in groups if size]
             return torch.cat([*parts, x.new_zeros((left, weights.shape[-1]))] if left or not parts
                              else parts)
         out = x.new_empty((len(x), weights.shape[-1]))

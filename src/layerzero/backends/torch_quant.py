@@ -7,6 +7,7 @@ slices that stay in the cache.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,9 @@ from ._packing import PACKED
 SLICE, SLICE_FLOAT32 = 1 << 20, 1 << 24
 AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
+# Dtypes to which torch casts fp8 codes as fast as a table does, and on all threads.
+FAST_CASTS = ((torch.float32, torch.bfloat16)
+              if platform.machine().lower() in ("arm64", "aarch64") else ())
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -90,8 +94,10 @@ def _make_table(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the values of codes in units of their scale; by table where torch's cast is slow."""
-    if fmt.name == "int8" or (fmt.bits == 8 and (q.device.type != "cpu" or q.numel() < FEW_CODES)):
+    """Returns the values of codes in units of their scale, int4 minus 8; by table where torch's
+    cast is slow."""
+    if fmt.name == "int8" or (fmt.bits == 8 and (
+            q.device.type != "cpu" or q.numel() < FEW_CODES or dtype in FAST_CASTS)):
         return q.to(dtype)
     table = _table(q, fmt.name, dtype)
     if fmt.bits == 8:

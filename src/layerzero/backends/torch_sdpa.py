@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 # A mask from an unaligned address leaves the device in a failed state (torch 2.11, H200).
 MASK_ON_16_BYTES = r.when(r.present("attn_mask.dtype"), r.aligned("attn_mask", 16))
+SMALL_MASK = 1 << 16       # elements
 MASK_NDIM = r.one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED)
 
 
@@ -152,6 +154,20 @@ def _flash_bias() -> Callable[..., Any]:
     return run
 
 
+def _causal_mask(seq_q: int, seq_k: int, offset: int, dtype: torch.dtype,
+                 device: torch.device) -> Tensor:
+    later = torch.full((1, 1, seq_q, seq_k), -math.inf, dtype=dtype, device=device)
+    return later.triu_(1 + offset)              # two steps in place of eight
+
+
+@lru_cache(maxsize=4)
+def _small_causal_mask(seq_q: int, seq_k: int, offset: int, dtype: torch.dtype) -> Tensor:
+    """Remembers masks of calls on the CPU that take about as long as the mask: every layer of a
+    model asks for the same one. Made outside of inference mode, for a later call that trains."""
+    with torch.inference_mode(False):
+        return _causal_mask(seq_q, seq_k, offset, dtype, torch.device("cpu"))
+
+
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool,
                   causal_align: str | None, window_left: int, window_right: int,
                   alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -159,8 +175,10 @@ def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causa
     seq_q, seq_k = query.shape[2], key.shape[2]
     if is_causal and attn_mask is None and window_left < 0 and alibi_slopes is None:
         offset = seq_k - seq_q if causal_align == "bottom_right" else 0
-        later = torch.full((1, 1, seq_q, seq_k), -math.inf, dtype=dtype, device=query.device)
-        return later.triu_(1 + offset)          # two steps in place of eight
+        if (type(query) is Tensor and query.device.type == "cpu"
+                and not torch.compiler.is_compiling() and seq_q * seq_k <= SMALL_MASK):
+            return _small_causal_mask(seq_q, seq_k, offset, dtype)
+        return _causal_mask(seq_q, seq_k, offset, dtype, query.device)
     bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, window_left, window_right,
                                   alibi_slopes, query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:

@@ -24,6 +24,7 @@ ALIASES = {"fp64": "float64", "double": "float64", "fp32": "float32", "float": "
            "e5m2": "float8_e5m2", "long": "int64", "int": "int32"}
 FLOATS = ("float32", "bfloat16", "float16")    # what models are computed in
 AUTO = "auto"
+STDOUT = Path("-")
 
 
 def dtype_name(name: str) -> str:
@@ -162,6 +163,8 @@ def check_out(option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work whose result it is to hold."""
     if path is None:
         return
+    if path == STDOUT:
+        raise ConfigError(f"{option} -: wanted the name of a file; --json prints to stdout")
     if not path.parent.is_dir():
         raise ConfigError(
             f"{option} {path}: the folder {path.parent} does not exist; make it first")

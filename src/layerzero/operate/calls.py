@@ -15,7 +15,8 @@ from ..spec.call import MAX_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 
-LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them
+LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them, or repeated
+PERIOD = LARGE - 3     # a prime: no two rows of a large tensor are the same
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
@@ -84,7 +85,7 @@ def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> T
     if spec.values is not None:
         flat = torch.tensor(spec.values, dtype=torch.int64).to(dtype).view(spec.shape)
     elif dtype.is_floating_point or dtype.is_complex:
-        flat = _normal(spec.shape, device, generator).to(dtype)
+        flat = _normal(spec.shape, dtype, device, generator)
     else:
         flat = torch.randint(0, max(spec.below, 2), spec.shape, generator=generator,
                              dtype=torch.int64).to(dtype)
@@ -102,13 +103,23 @@ def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> T
     return tensor
 
 
-def _normal(shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
-    """Draw on the host, equal for all devices; large tensors on the GPU, as it takes seconds."""
-    if math.prod(shape) < LARGE or torch.device(device).type != "cuda":
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
-    on_device = torch.Generator(device).manual_seed(
-        int(torch.randint(1 << 62, (), generator=generator)))
-    return torch.randn(shape, generator=on_device, dtype=torch.float32, device=device)
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: str,
+            generator: torch.Generator) -> Tensor:
+    """Draw on the host, so that the numbers are equal on every device. A large tensor takes the
+    host tens of seconds: it is drawn on the GPU that will use it, or repeats its first numbers."""
+    count = math.prod(shape)
+    if count < LARGE:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    if torch.device(device).type == "cuda":
+        on_device = torch.Generator(device).manual_seed(
+            int(torch.randint(1 << 62, (), generator=generator)))
+        return torch.randn(shape, generator=on_device, dtype=torch.float32, device=device).to(dtype)
+    drawn = torch.randn(PERIOD, generator=generator, dtype=torch.float32).to(dtype)
+    tensor = torch.empty(count, dtype=dtype)
+    whole = count - count % PERIOD
+    tensor[:whole].view(-1, PERIOD).copy_(drawn)
+    tensor[whole:] = drawn[:count - whole]
+    return tensor.view(shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -39,8 +39,7 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
         if op in ops:
             public_function(ops[op])           # made now if it was never called
             return dispatchers[op]
-        raise ConfigError(
-            f"there is no op {op!r}{suggest(op, ops)}; known: {', '.join(sorted(ops))}")
+        raise ConfigError(f"there is no op {op!r}{suggest(op, ops)}")
     for dispatcher in dispatchers.values():
         if op in (dispatcher.public, dispatcher.python_call):
             return dispatcher

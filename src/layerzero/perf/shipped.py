@@ -139,7 +139,7 @@ def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, c
         best = min(m.median_us for m in by_kernel.values())
         useful = {k: m for k, m in by_kernel.items() if k in baselines
                   or (m.median_us <= MAX_SLOWDOWN * best and not k.startswith("reference."))}
-        if len(useful) > 1:                    # a choice of one needs no evidence
+        if useful:
             by_kind[kind] = useful
     names = sorted({kernel for by_kernel in by_kind.values() for kernel in by_kernel})
     head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date,

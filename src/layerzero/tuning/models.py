@@ -141,8 +141,7 @@ MODELS: Mapping[str, Model] = {model.name: model for model in _rows()}
 
 def model_named(name: str) -> Model:
     if name not in MODELS:
-        raise ConfigError(
-            f"there is no model {name!r}{suggest(name, MODELS)}; known: {', '.join(MODELS)}")
+        raise ConfigError(f"there is no model {name!r}{suggest(name, MODELS)}")
     return MODELS[name]
 
 

@@ -223,3 +223,24 @@ def test_a_recorded_call_is_the_same_inside_and_outside_of_the_block(tmp_path):
 def test_an_unknown_implementation_is_refused_when_it_is_declared():
     with pytest.raises(RegistrationError, match="sdpa_backend must be one of FLASH_ATTENTION"):
         lz.Kernel("ours.one", ATTENTION, lambda: ATTENTION.reference, sdpa_backend="flash")
+
+
+def test_a_mask_that_was_remembered_in_inference_mode_serves_a_call_that_trains():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 5, 16, generator=generator)
+    k, v = torch.randn(2, 1, 2, 23, 16, generator=generator)
+    call = {"is_causal": True, "causal_align": "bottom_right"}
+    with torch.inference_mode():
+        first = lz.attention(q, k, v, **call, backend="torch.sdpa_bias").clone()
+    q.requires_grad_()
+    again = lz.attention(q, k, v, **call, backend="torch.sdpa_bias")
+    again.sum().backward()
+    want = lz.attention(q.detach(), k, v, **call, backend="reference.attention")
+    torch.testing.assert_close(first, want)
+    torch.testing.assert_close(again.detach(), want)
+    # other sizes and another alignment have masks of their own
+    for align, keys in (("top_left", 23), ("bottom_right", 22)):
+        args = (q.detach(), k[:, :, :keys], v[:, :, :keys], None, 0.0, True)
+        torch.testing.assert_close(
+            lz.attention(*args, causal_align=align, backend="torch.sdpa_bias"),
+            lz.attention(*args, causal_align=align, backend="reference.attention"))

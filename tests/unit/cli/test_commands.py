@@ -162,6 +162,7 @@ def test_calls_are_named_the_same_way_everywhere(run, command):
 
 @pytest.mark.parametrize("words", [
     ("solve", "rms_norm", "--out", "nowhere/t.json"), ("report", "--out", "nowhere/r.html"),
+    ("solve", "rms_norm", "--out", "-"), ("report", "--out", "-", "--json"),
     ("record", "--out", "nowhere/c.jsonl", "--", sys.executable), ("solve", "rms_norm", "--out",
                                                                    "."),
     ("soak", "--minutes", "1", "--out", "nowhere/s.json"), ("soak", "--resume", "nowhere.json"),

@@ -43,12 +43,16 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
                     assert remade[p.name].stride() == values[p.name].stride()
 
 
-def test_made_twice_is_equal_and_another_seed_differs():
+@pytest.mark.parametrize("large, period", [(1000, 997), (32, 29), (16, 13)])
+def test_made_twice_is_equal_and_another_seed_differs(large, period, monkeypatch):
+    monkeypatch.setattr(calls, "LARGE", large)
+    monkeypatch.setattr(calls, "PERIOD", period)
     op = OPS["rms_norm"]
     call = Call("rms_norm",
                 {"x": TensorSpec((4, 8), "float32"), "weight": TensorSpec((8,), "float32")})
     a, b, c = (calls.make_values(op, call, seed=s)["x"] for s in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c) and a.std() > 0.1
+    assert len(torch.unique(a, dim=0)) == 4    # repeated numbers make no repeated rows
 
 
 def test_expanded_tensor_keeps_its_stride():

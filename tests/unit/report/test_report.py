@@ -354,17 +354,21 @@ def test_nothing_measured_is_said_and_is_no_error(world, tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written_is_one_message(world, tmp_path):
-    with pytest.raises(ConfigError, match="does not exist; make it first"):
-        report(tmp_path / "nowhere" / "page.html", None, "cpu")
     with pytest.raises(ConfigError, match="cannot write the page"):
         report(tmp_path, None, "cpu")
 
 
-def test_a_note_that_is_no_proper_text_does_not_stop_the_page(world, tmp_path, monkeypatch):
+def test_a_note_that_is_no_proper_text_does_not_stop_the_page(world, tmp_path, monkeypatch,
+                                                                 capsys):
     rejected = RejectedKernel("a.b", "linear", (RejectReason("X", "half \ud800 pair"),))
     monkeypatch.setattr(gathering, "_rejected_kernels", lambda device: [rejected])
     report(tmp_path / "page.html", None, "cpu")
     assert "half &#55296; pair" in (tmp_path / "page.html").read_text("utf-8")
+    capsys.readouterr()
+    report(Path("-"), None, "cpu")             # the page and nothing else
+    out = capsys.readouterr().out
+    assert "half &#55296; pair" in out
+    assert out.startswith("<!") and out.rstrip().endswith("</html>")
 
 
 def test_a_workload_weighs_what_was_measured_and_says_what_is_chosen(world, tmp_path, capsys):

@@ -27,7 +27,7 @@ from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
 from . import build, ggml, linear_attention, rows
-from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
+from .declaration import DTYPES, FLOATS, ONE_PASS, declare, empty_rows, rows_of
 from .grouped import load_grouped, load_paged
 
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
@@ -49,8 +49,8 @@ def _attention_decode(invariant: bool = False) -> Callable[..., Any]:
         batch, heads, seq_q, dim = sizes
         dim_v = value.shape[3]
         dtype = query.dtype
-        out = empty((batch, heads, seq_q, dim_v), dtype=dtype)
-        lse = empty((batch, heads, seq_q), dtype=torch.float32) if return_lse else None
+        out = empty(batch, heads, seq_q, dim_v, dtype=dtype)
+        lse = empty(batch, heads, seq_q, dtype=torch.float32) if return_lse else None
         decode(DTYPES[dtype], query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
                None if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
                query.stride(), key.stride(), value.stride(),
@@ -68,14 +68,13 @@ def _attention_invariant() -> Callable[..., Any]:
 
 def _rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
-    empty, threads = torch.empty, torch.get_num_threads
+    threads = torch.get_num_threads
 
     def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
             offset: float = 0.0) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        out = empty(shape, dtype=dtype)
+        dtype, hidden = x.dtype, x.shape[-1]
+        out = empty_rows(x)
         x, step = rows_of(x)
-        hidden = shape[-1]
         norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), None,
              None if weight is None else weight.data_ptr(), out.data_ptr(), 0,
              out.numel() // hidden, hidden, step, 0, eps, offset, threads())
@@ -86,14 +85,13 @@ def _rms_norm() -> Callable[..., Any]:
 
 def _add_rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
-    empty, threads = torch.empty, torch.get_num_threads
+    threads = torch.get_num_threads
 
     def run(x: Tensor, residual: Tensor, weight: Tensor | None = None,
             eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-        shape, dtype = x.shape, x.dtype
-        out, total = empty(shape, dtype=dtype), empty(shape, dtype=dtype)
+        dtype, hidden = x.dtype, x.shape[-1]
+        out, total = empty_rows(x), empty_rows(x)
         (x, step), (residual, residual_step) = rows_of(x), rows_of(residual)
-        hidden = shape[-1]
         norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(),
              residual.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),
              total.data_ptr(), out.numel() // hidden, hidden, step, residual_step, eps, 0.0,
@@ -105,14 +103,14 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 def _rope() -> Callable[..., Any]:
     rotate = build.module().rope
-    empty, threads, int64 = torch.empty, torch.get_num_threads, torch.int64
+    threads, int64 = torch.get_num_threads, torch.int64
 
     def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
             position_ids: Tensor | None = None, *, style: str, layout: str = "bhsd",
             rotary_dim: int | None = None) -> Any:
         dtype = q.dtype
-        to_q = empty(q.shape, dtype=dtype)
-        to_k = None if k is None else empty(k.shape, dtype=dtype)
+        to_q = empty_rows(q)
+        to_k = None if k is None else empty_rows(k)
         keys = (None, 0, None, None) if k is None or to_k is None else (
             k.data_ptr(), to_k.data_ptr(), k.shape, k.stride())
         positions, half = cos.shape[-2:]
@@ -144,7 +142,7 @@ def _linear(invariant: bool = False) -> Callable[..., Any]:
             activation: str | None = None) -> Tensor:
         outputs, inputs = weight.shape
         dtype = x.dtype
-        out = empty((*x.shape[:-1], outputs), dtype=dtype)
+        out = empty(*x.shape[:-1], outputs, dtype=dtype)
         x, step = rows_of(x)
         product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None
                 else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs, outputs, step,
@@ -170,7 +168,7 @@ def _mlp(invariant: bool = False) -> Callable[..., Any]:
             bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         outputs, inner = weight_down.shape
         dtype, hidden = x.dtype, x.shape[-1]
-        out = empty((*x.shape[:-1], outputs), dtype=dtype)
+        out = empty(*x.shape[:-1], outputs, dtype=dtype)
         x, step = rows_of(x)
         if weight_up is None and activation in GATED:
             weight_in, weight_up = weight_in[:inner], weight_in[inner:]

@@ -36,32 +36,25 @@ template <class T> struct GroupNormer {
   const T *start(const T *x, int64_t image, int64_t b) const { return x + (image * a.pixels + b * block) * a.channels; }
   int64_t length(int64_t b) const { return std::min(block, a.pixels - b * block); }
 
-  // Calls f(pixels, at, d, n) for each vector of a block, d its first channel: of four pixels at
-  // once, whose numbers are at `at`, at + channels, ..., or of one.
-  template <class F> INLINE void each_vector(int64_t count, F f) const {
-    const int64_t channels = a.channels;
-    int64_t p = 0;
-    auto rows = [&](auto pixels) INLINE {
-      for_each_vector(channels, [&](int64_t d, int n) INLINE { f(pixels, p * channels + d, d, n); });
-      p += pixels;
-    };
-    while (p + 4 <= count) rows(std::integral_constant<int, 4>{});
-    while (p < count) rows(std::integral_constant<int, 1>{});
-  }
-
-  // Sums of x - from and of its square over a block, for each channel.
+  // Sums of x - from and of its square over a block, for each channel; of four pixels at once, so
+  // that the sums are read and written once for four numbers.
   void add_up(const T *x, int64_t pixels, const float *from, float *sums, float *squares) const {
     const int64_t channels = a.channels;
     std::fill(sums, sums + channels, 0.0f), std::fill(squares, squares + channels, 0.0f);
-    each_vector(pixels, [&](auto count, int64_t at, int64_t d, int n) INLINE {
-      const vf less = load_n(from + d, n);
-      vf total = load_n(sums + d, n), squared = load_n(squares + d, n);
-      each<decltype(count)::value>([&](auto i) INLINE {
-        const vf v = load_n(x + at + i * channels, n) - less;
-        total += v, squared += v * v;
+    auto add = [&](auto count) INLINE {
+      for_each_vector(channels, [&](int64_t d, int n) INLINE {
+        const vf less = load_n(from + d, n);
+        vf total = load_n(sums + d, n), squared = load_n(squares + d, n);
+        each<decltype(count)::value>([&](auto i) INLINE {
+          const vf v = load_n(x + i * channels + d, n) - less;
+          total += v, squared += v * v;
+        });
+        store_n(sums + d, total, n), store_n(squares + d, squared, n);
       });
-      store_n(sums + d, total, n), store_n(squares + d, squared, n);
-    });
+      x += count * channels, pixels -= count;
+    };
+    while (pixels >= 4) add(std::integral_constant<int, 4>{});
+    while (pixels > 0) add(std::integral_constant<int, 1>{});
   }
 
   // One pass over a block, its numbers taken from about their mean: that of its first pixel. Where
@@ -112,17 +105,17 @@ template <class T> struct GroupNormer {
     }
   }
 
+  // Pixel by pixel: a processor passes a line that is written from end to end to memory unread,
+  // and it sees that of one row at a time only.
   void normalize(int64_t image, int64_t b, const float *mean, const float *factor, const float *shift) const {
+    const int64_t channels = a.channels, count = length(b) * channels;
     const T *x = start((const T *)a.x, image, b);
     T *out = (T *)a.out + (x - (const T *)a.x);
-    const int64_t channels = a.channels;
-    each_vector(length(b), [&](auto count, int64_t at, int64_t d, int n) INLINE {
-      const vf from = load_n(mean + d, n), by = load_n(factor + d, n), plus = load_n(shift + d, n);
-      each<decltype(count)::value>([&](auto i) INLINE {
-        const int64_t j = at + i * channels;
-        store_n(out + j, (load_n(x + j, n) - from) * by + plus, n);
+    for (int64_t p = 0; p < count; p += channels)
+      for_each_vector(channels, [&](int64_t d, int n) INLINE {
+        const vf from = load_n(mean + d, n), by = load_n(factor + d, n), plus = load_n(shift + d, n);
+        store_n(out + p + d, (load_n(x + p + d, n) - from) * by + plus, n);
       });
-    });
   }
 
   template <class P> bool run() const {

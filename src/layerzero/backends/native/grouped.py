@@ -28,8 +28,8 @@ def load_grouped() -> Callable[..., Any]:
             chunk_lengths: Tensor | None = None) -> Any:
         tokens, heads, dim = query.shape
         tokens_k, kv_heads, dim_v = value.shape
-        out = torch.empty((tokens, heads, dim_v), dtype=query.dtype)
-        lse = torch.empty((tokens, heads), dtype=torch.float32) if return_lse else None
+        out = torch.empty(tokens, heads, dim_v, dtype=query.dtype)
+        lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
         table = items.contiguous()
         chunks: tuple[Any, ...] = None, 0, 0
         if chunk_starts is not None and chunk_lengths is not None:
@@ -63,8 +63,8 @@ def load_paged() -> Callable[..., Any]:
         pages, page_size = key_cache.shape[0], key_cache.shape[slot]
         kv_heads = key_cache.shape[head]
         dim_v = value_cache.shape[3]
-        out = torch.empty((tokens, heads, dim_v), dtype=query.dtype)
-        lse = torch.empty((tokens, heads), dtype=torch.float32) if return_lse else None
+        out = torch.empty(tokens, heads, dim_v, dtype=query.dtype)
+        lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
         table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
         lengths = context_lens.to(table.dtype).contiguous()
         starts = None if cu_seqlens_q is None else cu_seqlens_q.to(table.dtype).contiguous()

@@ -81,9 +81,9 @@ def _gate() -> Callable[..., Any]:
                   else scores + e_score_correction_bias.float())
         if n_group > 1:
             choice = mask_groups(choice, n_group, topk_group, e_score_correction_bias is not None)
-        shape = (*logits.shape[:-1], top_k)
-        ids, weights = empty(shape, dtype=torch.int64), empty(shape, dtype=torch.float32)
-        experts = logits.shape[-1]
+        *batch, experts = logits.shape
+        ids = empty(*batch, top_k, dtype=torch.int64)      # a tuple would take torch 2 us more
+        weights = empty(*batch, top_k, dtype=torch.float32)
         gate(scores.data_ptr(), choice.data_ptr(), ids.data_ptr(), weights.data_ptr(),
              scores.numel() // experts, experts, top_k, normalize, routed_scaling_factor, threads())
         return ids, weights

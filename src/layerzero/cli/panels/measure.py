@@ -126,7 +126,8 @@ def regret(
 @declare(PANEL, "lz report -o report.html", short="Write what was measured here as one HTML page.")
 def report(
     out: Annotated[Path | None, typer.Option("--out", "-o", help=(
-        "the page; replaced if it exists. Default: report.html, with --json none"))] = None,
+        "the page; replaced if it exists; -: to stdout. Default: report.html, with --json none"))
+    ] = None,
     regret: Annotated[Path | None, typer.Option(
         "--regret", help="a file of lz regret --json, to be shown too")] = None,
     device: o.DeviceKind = None, calls: o.CallsFile = None, model: o.Model = None,
@@ -142,7 +143,10 @@ def report(
     Every number is weighted by the calls of --calls or --model; without them each measured kind of
     call counts once. --json prints what a later --against reads.
     """
-    o.check_out("--out", out)
+    if out != o.STDOUT:
+        o.check_out("--out", out)
+    elif as_json:
+        raise ConfigError("--out - and --json: both would print to stdout; give one of them")
     o.check_file("--regret", regret, "lz regret --json > regret.json writes one")
     o.check_file("--calls", calls, "lz record -- python app.py writes one")
     for path in against or ():

@@ -348,6 +348,5 @@ def _kinds(only: Iterable[str] | None, skip: Iterable[str]) -> frozenset[str]:
     for name in (*chosen, *skipped):
         if name not in (known := (*KINDS, SAMPLING)):
             raise ConfigError(
-                f"lz.patch: there is no kind {name!r}{suggest(name, known)}; known: "
-                f"{', '.join(known)}")
+                f"lz.patch: there is no kind {name!r}{suggest(name, known)}")
     return frozenset(chosen) - frozenset(skipped)

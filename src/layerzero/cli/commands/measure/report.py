@@ -19,6 +19,7 @@ from ....spec.display import plural
 from ....spec.errors import ConfigError
 from ....tuning.workload import calls_for
 from ... import show
+from ...options import STDOUT
 
 DEFAULT_PAGE = Path("report.html")
 
@@ -29,12 +30,13 @@ def report(out: Path | None = None, regret: Path | None = None, device: str | No
            against: Sequence[Path] = (), as_json: bool = False) -> int:
     """Write the page; its options are declared in panels/measure.py."""
     page = out if out is not None or as_json else DEFAULT_PAGE
-    if page is not None and not page.parent.is_dir():
-        raise ConfigError(f"--out {page}: the folder {page.parent} does not exist; make it first")
     earlier = [read_report(path) for path in against]
     replayed = read_regret(regret) if regret is not None else None
     source = _source(calls, model, dtype, device, batch, prompt, context)
     overview = gather(device, replayed, source, earlier)
+    if page == STDOUT:
+        show.piece(render(overview).encode("utf-8", "xmlcharrefreplace").decode("utf-8"))
+        return 0
     if page is not None:
         _write(page, overview)
     if as_json:

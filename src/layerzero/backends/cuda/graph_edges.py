@@ -60,7 +60,7 @@ def overlap(graph: int, waiting: Set[int]) -> int:
         *(b for _, b in changed))
     _check(driver.cuGraphRemoveDependencies_v2(graph, sources, targets, (Edge * n)(), n))
     _check(driver.cuGraphAddDependencies_v2(graph, sources, targets,
-                                            (Edge * n)(*[PROGRAMMATIC] * n), n))
+                                            (Edge * n)(*[Edge(*PROGRAMMATIC)] * n), n))
     return n
 
 

@@ -6,11 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
 
-from torch import Tensor
-
-from ...dispatch.facts import read
 from ...machine import hardware, loading
 from ...spec.kernel import Kernel
 from ...spec.reason import Code, Reason
@@ -25,7 +21,7 @@ from ..kernel.cases import (
     with_small_sizes,
 )
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
-from ..kernel.contract import CaseResult, case_refusals, case_values_to_read, check_case
+from ..kernel.contract import CaseResult, case_facts, case_refusals, case_tensors, check_case
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
@@ -179,9 +175,9 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     for case, dtype in cells:
         if dtype != op.dtypes[0] or case not in op.cases:
             continue
-        values = case_values_to_read(op, case, dtype, device, seed)
-        apply = [c for c in everywhere
-                 if isinstance(c, LooseBound) or _is_one_byte(values[c.tensor])]
+        tensors = case_tensors(op, case, dtype, device, seed)
+        apply = [c for c in everywhere if isinstance(c, LooseBound)
+                 or (c.tensor in tensors and tensors[c.tensor].dtype.itemsize == 1)]
         if apply and not case_refusals(kernel, case, dtype, device, seed):
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
     yield from checks_without_others(kernel, cells, device, seed)
@@ -208,10 +204,6 @@ def _is_formula(kernel: Kernel, lane: str) -> bool:
     return kernel.backend == "reference" and lane == "quick"
 
 
-def _is_one_byte(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.itemsize == 1
-
-
 def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
                       seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
@@ -226,7 +218,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
     # a call that is no small one takes long enough
-    slow = case_values_to_read(op, case, dtype, device)[op.main_tensor].numel() > 4096
+    slow = case_tensors(op, case, dtype, device)[op.main_tensor].numel() > 4096
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls // (4 if slow else 1))
     yield partial(check_non_finite, kernel, *plain, device, seed)
@@ -266,7 +258,7 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
               else [*op.dtypes, "float64"])
     dtypes = dtypes[:1] if _is_formula(kernel, lane) else dtypes
     own_cases = [c for c in op.cases if lane != "quick"
-                 and not is_degenerate(op, read(op, case_values_to_read(op, c, op.dtypes[0])))]
+                 and not is_degenerate(op, case_facts(op, c, op.dtypes[0]))]
     cases = (*gradient_cases(op), *own_cases)
 
     def sized(case: Case, dtype: str) -> Case:

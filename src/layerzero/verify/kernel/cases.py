@@ -31,7 +31,15 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.rules.expr import parse
-from .contract import case_contents, case_values, case_values_to_read, eager_results
+from .contract import (
+    case_contents,
+    case_facts,
+    case_outline,
+    case_tensors,
+    case_values,
+    case_values_to_read,
+    eager_results,
+)
 from .shared import compute_once, fingerprint
 
 Case = Mapping[str, Any]
@@ -167,8 +175,8 @@ def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
 def known_cases(op: Op, lane: str, seed: int,
                 dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
     """Returns every case of a lane with its given arguments and its facts."""
-    cases = ((case, case_values_to_read(op, case, dtype)) for case in cases_for(op, lane, seed))
-    return tuple((case, given_arguments(op, values), read(op, values)) for case, values in cases)
+    return tuple((case, given_arguments(op, case_outline(op, case, dtype)),
+                  case_facts(op, case, dtype)) for case in cases_for(op, lane, seed))
 
 
 def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str = "cpu",
@@ -273,12 +281,13 @@ def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            values = case_values_to_read(op, case, op.dtypes[0])
-            facts = read(op, values)
+            facts = case_facts(op, case, op.dtypes[0])
             if any(rule.check(facts) is not None for rule in op.requires):
                 return False
-            if limit is not None and (_cost(op, facts, values) > limit or is_degenerate(op, facts)):
+            if limit is not None and (_cost(op, case, facts) > limit
+                                      or is_degenerate(op, facts)):
                 return False
+            values = case_values_to_read(op, case, op.dtypes[0])
             if op.extra_check is not None:
                 op.extra_check(values, facts)
             eager_results(op, values, case_contents(case, op.dtypes[0]))
@@ -291,8 +300,7 @@ def relative_cost(op: Op, case: Case) -> float | None:
     """Returns the cost of a case in FLOPs, by its tensors where they say more; None where it is no
     call."""
     try:
-        values = case_values_to_read(op, case, op.dtypes[0])
-        return _cost(op, read(op, values), values)
+        return _cost(op, case, case_facts(op, case, op.dtypes[0]))
     except FAULTS:                             # an invalid combination may raise anything
         return None
 
@@ -302,8 +310,8 @@ def is_degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
     return op.family == "norm" and facts.get("hidden") == 1
 
 
-def _cost(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
+def _cost(op: Op, case: Case, facts: Mapping[str, Any]) -> float:
+    elements = sum(t.numel() for t in case_tensors(op, case, op.dtypes[0]).values())
     return max(_flops(op, facts), elements / MAX_ELEMENTS * MAX_FLOPS)
 
 
@@ -315,7 +323,7 @@ def _flops(op: Op, facts: Mapping[str, Any]) -> float:
 def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
     """Is it more arithmetic than that, by default than a case of a sweep may be?"""
     return bool(flops < compute_once(op, ("flops", repr(case)), lambda: _flops(
-        op, read(op, case_values_to_read(op, case, op.dtypes[0])))))
+        op, case_facts(op, case, op.dtypes[0]))))
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:

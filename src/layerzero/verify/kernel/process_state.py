@@ -54,7 +54,7 @@ def _numpy_random() -> Any:
         numpy_random = importlib.import_module("numpy.random")
     except ImportError:
         return None
-    generator = getattr(numpy_random, "get_bit_generator", lambda: None)()
+    generator: Any = getattr(numpy_random, "get_bit_generator", lambda: None)()
     if type(generator).__name__ == "MT19937":  # numpy takes long to give a copy
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     state = numpy_random.get_state()

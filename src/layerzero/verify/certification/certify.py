@@ -38,7 +38,7 @@ from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
 from ..kernel import shared
 from ..kernel.cases import case_key, is_costly
-from ..kernel.contract import CaseResult, case_values_to_read, check_case
+from ..kernel.contract import CaseResult, case_tensors, check_case
 from .calls import nan_propagates
 from .capture import certificate_fields
 from .checks import checks_of
@@ -182,7 +182,7 @@ class SlowCases:
         return is_slow
 
     def _rows(self, case: Mapping[str, Any]) -> int:
-        main = case_values_to_read(self.op, case, self.op.dtypes[0])[self.op.main_tensor]
+        main = case_tensors(self.op, case, self.op.dtypes[0])[self.op.main_tensor]
         return main.numel() // max(main.shape[-1], 1) if main.dim() else 1
 
 

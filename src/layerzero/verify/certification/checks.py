@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...dispatch.facts import read
 from ...machine import hardware, loading
 from ...spec.kernel import Kernel
 from ...spec.reason import Code, Reason
@@ -25,7 +25,7 @@ from ..kernel.cases import (
     with_small_sizes,
 )
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
-from ..kernel.contract import CaseResult, case_refusals, case_values_to_read, check_case
+from ..kernel.contract import CaseResult, case_facts, case_refusals, case_tensors, check_case
 from ..kernel.gradients import check_gradients, gradient_cases
 from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
@@ -54,6 +54,8 @@ from .invariance import check_invariance
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
 HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
+# Where torch emulates bfloat16, its own kernels get cases of so many FLOPs and of sizes so large.
+EMULATED_FLOPS, EMULATED_SIZE, EMULATED_RATIO = 2e5, 8, 8.0
 
 
 def checks_of(kernel: Kernel, device: str, lane: str,
@@ -157,11 +159,36 @@ def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
     """Returns a cell of bfloat16, whose products take many CPUs long, with smaller sizes where that
     matters; the op's own cases where float16 has them as they are."""
     op, (case, dtype) = kernel.op, cell
-    if (dtype != "bfloat16" or not is_costly(op, case, HALF_FLOPS)
+    flops = EMULATED_FLOPS if _is_emulated(kernel, dtype) else HALF_FLOPS
+    if (dtype != "bfloat16" or not is_costly(op, case, flops)
             or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):
         return cell
-    smaller = with_small_sizes(op, case), dtype
+    smaller = _smaller(kernel, case, dtype), dtype
     return smaller if _accepts(kernel, smaller, device, seed) else cell
+
+
+def _smaller(kernel: Kernel, case: Case, dtype: str) -> Case:
+    return with_small_sizes(kernel.op, case, EMULATED_SIZE if _is_emulated(kernel, dtype)
+                            and is_costly(kernel.op, case, EMULATED_FLOPS) else 32)
+
+
+def _is_emulated(kernel: Kernel, dtype: str) -> bool:
+    """Does the kernel compute with torch's products in a dtype that this CPU has none for?"""
+    return (dtype == "bfloat16" and kernel.backend in ("torch", "reference")
+            and _slowdown(dtype) > EMULATED_RATIO)
+
+
+@lru_cache(maxsize=None)
+def _slowdown(dtype: str) -> float:
+    """Returns how many times as long as in float32 a product of torch takes on the CPU."""
+    def seconds(x: Tensor) -> float:
+        began = time.process_time()
+        torch.matmul(x, x)
+        return time.process_time() - began
+
+    wide = torch.ones(4, 64, 64)
+    narrow = wide.to(getattr(torch, dtype))
+    return min(seconds(narrow) for _ in range(4)) / min(seconds(wide) for _ in range(4))
 
 
 def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
@@ -179,9 +206,9 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     for case, dtype in cells:
         if dtype != op.dtypes[0] or case not in op.cases:
             continue
-        values = case_values_to_read(op, case, dtype, device, seed)
-        apply = [c for c in everywhere
-                 if isinstance(c, LooseBound) or _is_one_byte(values[c.tensor])]
+        tensors = case_tensors(op, case, dtype, device, seed)
+        apply = [c for c in everywhere if isinstance(c, LooseBound)
+                 or (c.tensor in tensors and tensors[c.tensor].dtype.itemsize == 1)]
         if apply and not case_refusals(kernel, case, dtype, device, seed):
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
     yield from checks_without_others(kernel, cells, device, seed)
@@ -208,10 +235,6 @@ def _is_formula(kernel: Kernel, lane: str) -> bool:
     return kernel.backend == "reference" and lane == "quick"
 
 
-def _is_one_byte(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.itemsize == 1
-
-
 def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
                       seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
@@ -226,7 +249,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
     # a call that is no small one takes long enough
-    slow = case_values_to_read(op, case, dtype, device)[op.main_tensor].numel() > 4096
+    slow = case_tensors(op, case, dtype, device)[op.main_tensor].numel() > 4096
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls // (4 if slow else 1))
     yield partial(check_non_finite, kernel, *plain, device, seed)
@@ -266,12 +289,12 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
               else [*op.dtypes, "float64"])
     dtypes = dtypes[:1] if _is_formula(kernel, lane) else dtypes
     own_cases = [c for c in op.cases if lane != "quick"
-                 and not is_degenerate(op, read(op, case_values_to_read(op, c, op.dtypes[0])))]
+                 and not is_degenerate(op, case_facts(op, c, op.dtypes[0]))]
     cases = (*gradient_cases(op), *own_cases)
 
     def sized(case: Case, dtype: str) -> Case:
         """Returns a smaller case in the quick lane of a CPU, where the kernel takes it."""
-        small = with_small_sizes(op, case) if lane == "quick" and device == "cpu" else case
+        small = _smaller(kernel, case, dtype) if lane == "quick" and device == "cpu" else case
         return small if _accepts(kernel, (small, dtype), device, seed) else case
 
     yield from (partial(check_gradients, kernel, case if dtype == "float32" else sized(case, dtype),

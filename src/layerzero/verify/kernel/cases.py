@@ -31,7 +31,15 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.rules.expr import parse
-from .contract import case_contents, case_values, case_values_to_read, eager_results
+from .contract import (
+    case_contents,
+    case_facts,
+    case_outline,
+    case_tensors,
+    case_values,
+    case_values_to_read,
+    eager_results,
+)
 from .shared import compute_once, fingerprint
 
 Case = Mapping[str, Any]
@@ -167,8 +175,8 @@ def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
 def known_cases(op: Op, lane: str, seed: int,
                 dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
     """Returns every case of a lane with its given arguments and its facts."""
-    cases = ((case, case_values_to_read(op, case, dtype)) for case in cases_for(op, lane, seed))
-    return tuple((case, given_arguments(op, values), read(op, values)) for case, values in cases)
+    return tuple((case, given_arguments(op, case_outline(op, case, dtype)),
+                  case_facts(op, case, dtype)) for case in cases_for(op, lane, seed))
 
 
 def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str = "cpu",
@@ -197,16 +205,30 @@ def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:
-    """Returns the case with the sizes that it does not name at most so large; itself where they are
-    or where that is no call."""
+    """Returns the case with the sizes that it does not name at most so large, or 32 where rows are
+    as long as that; itself where they are or where that is no call."""
     def smaller() -> Case:
-        sizes = {n: most if type(d) is int else tuple(min(i, most) for i in d)
-                 for n, d in numbers_of(op).items() if n not in (*op.by_name, *case)
-                 and (d if type(d) is int else max(d)) > most}
+        numbers = numbers_of(op)
+        limits = {n: max(most, 32) if most < 32 and _is_row(op, n) else most for n in numbers}
+        sizes = {n: limits[n] if type(d) is int else tuple(min(i, limits[n]) for i in d)
+                 for n, d in numbers.items() if n not in (*op.by_name, *case)
+                 and (d if type(d) is int else max(d)) > limits[n]}
         return {**case, **sizes} if sizes and is_accepted(op, {**case, **sizes}, None) else case
 
     chosen: Case = compute_once(op, ("small sizes", repr(case), most), smaller)
     return chosen
+
+
+def _is_row(op: Op, name: str) -> bool:
+    """Is this size the length of a row of the main tensor, along which kernels use vectors?"""
+    def length(case: Case) -> int:
+        return int(case_tensors(op, case, op.dtypes[0])[op.main_tensor].shape[-1])
+
+    default = numbers_of(op)[name]
+    try:
+        return type(default) is int and length({}) != length({name: 2 * default})
+    except FAULTS:                             # no call by itself
+        return True
 
 
 def small_stress(op: Op) -> list[Case]:
@@ -273,12 +295,13 @@ def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            values = case_values_to_read(op, case, op.dtypes[0])
-            facts = read(op, values)
+            facts = case_facts(op, case, op.dtypes[0])
             if any(rule.check(facts) is not None for rule in op.requires):
                 return False
-            if limit is not None and (_cost(op, facts, values) > limit or is_degenerate(op, facts)):
+            if limit is not None and (_cost(op, case, facts) > limit
+                                      or is_degenerate(op, facts)):
                 return False
+            values = case_values_to_read(op, case, op.dtypes[0])
             if op.extra_check is not None:
                 op.extra_check(values, facts)
             eager_results(op, values, case_contents(case, op.dtypes[0]))
@@ -291,8 +314,7 @@ def relative_cost(op: Op, case: Case) -> float | None:
     """Returns the cost of a case in FLOPs, by its tensors where they say more; None where it is no
     call."""
     try:
-        values = case_values_to_read(op, case, op.dtypes[0])
-        return _cost(op, read(op, values), values)
+        return _cost(op, case, case_facts(op, case, op.dtypes[0]))
     except FAULTS:                             # an invalid combination may raise anything
         return None
 
@@ -302,8 +324,8 @@ def is_degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
     return op.family == "norm" and facts.get("hidden") == 1
 
 
-def _cost(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
+def _cost(op: Op, case: Case, facts: Mapping[str, Any]) -> float:
+    elements = sum(t.numel() for t in case_tensors(op, case, op.dtypes[0]).values())
     return max(_flops(op, facts), elements / MAX_ELEMENTS * MAX_FLOPS)
 
 
@@ -315,7 +337,7 @@ def _flops(op: Op, facts: Mapping[str, Any]) -> float:
 def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
     """Is it more arithmetic than that, by default than a case of a sweep may be?"""
     return bool(flops < compute_once(op, ("flops", repr(case)), lambda: _flops(
-        op, read(op, case_values_to_read(op, case, op.dtypes[0])))))
+        op, case_facts(op, case, op.dtypes[0]))))
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:

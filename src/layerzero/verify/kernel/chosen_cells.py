@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ...spec.op import Op
-from .contract import case_values_to_read
+from .contract import case_tensors
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 
@@ -20,8 +18,7 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
     left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
-        values = case_values_to_read(op, cell[0], cell[1], device)
-        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
+        tensors = case_tensors(op, cell[0], cell[1], device)
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
             flat = (main is None or main.dim() < 2 or min(main.shape) < 2
@@ -37,8 +34,8 @@ def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
              device: str) -> Mapping[str, Any]:
     """Returns the case with the most rows that is not large."""
     def rows(case: Mapping[str, Any]) -> int:
-        main = case_values_to_read(op, case, dtype, device).get(op.main_tensor)
-        if not isinstance(main, Tensor) or not main.numel() or main.numel() > 1 << 16:
+        main = case_tensors(op, case, dtype, device).get(op.main_tensor)
+        if main is None or not main.numel() or main.numel() > 1 << 16:
             return 0
         return main.numel() // main.shape[-1] if main.dim() else 1
 
@@ -48,8 +45,8 @@ def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
 def smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
     """Returns the smallest cell with more than a few elements of its main tensor."""
     def size(cell: Cell) -> int:
-        values = case_values_to_read(op, cell[0], cell[1], device)
-        elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
-        return elements if values[op.main_tensor].numel() > 1 else 1 << 40
+        tensors = case_tensors(op, cell[0], cell[1], device)
+        elements = sum(t.numel() for t in tensors.values())
+        return elements if tensors[op.main_tensor].numel() > 1 else 1 << 40
 
     return min(cells, key=size)

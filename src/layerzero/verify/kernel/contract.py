@@ -51,7 +51,15 @@ from ...spec.reason import Reason
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
 from .judging import Judgement, judge_result, largest, without_nan
-from .process_state import COMPILING, ONCE, process_state, put_back
+from .process_state import (
+    COMPILING,
+    DETERMINISTIC,
+    ONCE,
+    SLOW,
+    deterministic_mode,
+    process_state,
+    put_back,
+)
 from .results import (
     Complaint,
     find_aliasing,
@@ -59,7 +67,7 @@ from .results import (
     find_wrong_shapes,
     storage_address,
 )
-from .shared import compute_once, fingerprint, values_once
+from .shared import ZerosForNormals, compute_once, fingerprint, kept_values, values_once
 
 JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
 FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
@@ -118,6 +126,45 @@ def case_values_to_read(op: Op, case: Mapping[str, Any], dtype: str, device: str
                        partial(generate_values, op, case, dtype, device, seed), to_read=True)
 
 
+def case_outline(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                 seed: int = 0) -> dict[str, Any]:
+    """Returns the arguments of a case for one who asks for shapes, dtypes and strides alone: normal
+    numbers are zeros where nobody has drawn them yet, which is most of the cost of a large case."""
+    if any(p.kind == "object" for p in op.params):     # making a BlockMask costs more than numbers
+        return case_values_to_read(op, case, dtype, device, seed)
+    kept = kept_values(op, case_contents(case, dtype, device, seed))
+    if kept is not None:
+        return kept
+    with ZerosForNormals():
+        return generate_values(op, case, dtype, device, seed)
+
+
+def case_tensors(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                 seed: int = 0) -> dict[str, Tensor]:
+    """Returns the tensors of a case on the meta device."""
+    tensors: dict[str, Tensor] = compute_once(
+        op, ("tensors", *case_contents(case, dtype, device, seed)),
+        lambda: {name: v.to("meta") for name, v in case_outline(op, case, dtype, device,
+                                                                seed).items()
+                 if isinstance(v, Tensor)})
+    return tensors
+
+
+def case_facts(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+               seed: int = 0) -> Mapping[str, Any]:
+    """Returns the facts of a case, which are read once."""
+    facts: Mapping[str, Any] = compute_once(
+        op, ("facts", *_state_of_facts(op), *case_contents(case, dtype, device, seed)),
+        lambda: read(op, case_outline(op, case, dtype, device, seed)))
+    return facts
+
+
+def _state_of_facts(op: Op) -> tuple[Any, ...]:
+    """Returns what facts depend on besides the arguments."""
+    return (torch.are_deterministic_algorithms_enabled(),
+            sdpa_backends() if op.sdpa_switches else None)
+
+
 def generate_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case, drawn anew."""
@@ -137,14 +184,15 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
 def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                   seed: int = 0) -> tuple[Reason, ...]:
     """Returns why selection would reject the kernel for a case, by facts that are read once."""
-    unavailable = loading.availability(kernel)
-    if unavailable is not None:
-        return (unavailable,)
-    op = kernel.op
-    key = ("facts", repr(case), dtype, device, seed, torch.are_deterministic_algorithms_enabled(),
-           sdpa_backends() if op.sdpa_switches else None)
-    return _broken_rules(kernel, compute_once(
-        op, key, lambda: read(op, case_values_to_read(op, case, dtype, device, seed))))
+    def compute() -> tuple[Reason, ...]:
+        unavailable = loading.availability(kernel)
+        return ((unavailable,) if unavailable is not None else
+                _broken_rules(kernel, case_facts(kernel.op, case, dtype, device, seed)))
+
+    reasons: tuple[Reason, ...] = compute_once(
+        kernel.op, ("refusals", kernel, *_state_of_facts(kernel.op),
+                    *case_contents(case, dtype, device, seed)), compute)
+    return reasons
 
 
 def _broken_rules(kernel: Kernel, facts: Mapping[str, Any]) -> tuple[Reason, ...]:
@@ -348,13 +396,18 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Ou
     guarded_values = guarded(values)
     before, guarded_before = snapshot(values), snapshot(guarded_values)
     state, complaints = process_state(device), []      # type: dict[str, Any], list[Complaint]
+    around = {name: value for name, value in state.items() if name not in SLOW}
     changed: list[str] = []
 
     def run(arguments: dict[str, Any]) -> tuple[Any, ...]:
-        around = process_state(device, slow=False)
+        nonlocal around
+        around[DETERMINISTIC] = deterministic_mode()   # poisoned memory sets it
         results = results_of(call(kernel, arguments))
         complaints.extend(find_foreign_memory(results, arguments))
-        changed.extend(put_back(around, device))
+        differing = put_back(around, device)
+        if differing:                          # else it is what the next run begins with
+            changed.extend(differing)
+            around = process_state(device, slow=False)
         return results
 
     results = [run(values)]
@@ -366,7 +419,8 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Ou
     if not overwritten:
         overwritten += [Complaint("out of bounds", f"{text}, or the memory beside it") for text in
                         find_changes(guarded_values, guarded_before)]
-    changed += [name for name in put_back(state, device) if name not in ONCE]
+    unknown = state if changed else {name: state[name] for name in SLOW}
+    changed += [name for name in put_back(unknown, device) if name not in ONCE]
     changed = [name for name in changed if name not in ONCE or changed.count(name) > 1]
     if changed:                                # torch may do it itself: it gives oneDNN up for good
         excused = changed_by_formula(kernel.op, values, device)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import read
 from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
@@ -32,7 +31,14 @@ from .cases import (
     numbers_of,
     relative_cost,
 )
-from .contract import case_values_to_read, formula, results_of
+from .contract import (
+    case_facts,
+    case_outline,
+    case_tensors,
+    case_values_to_read,
+    formula,
+    results_of,
+)
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
@@ -115,13 +121,12 @@ def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            values = case_values_to_read(op, case, dtype)
-            facts = read(op, values)
+            facts = case_facts(op, case, dtype)
             if any(rule.check(facts) is not None for rule in op.requires) or is_degenerate(op,
                                                                                           facts):
                 return None
             if op.extra_check is not None:
-                op.extra_check(values, facts)
+                op.extra_check(case_outline(op, case, dtype), facts)
         except FAULTS:                         # an invalid combination may raise anything
             return None
     return facts
@@ -252,7 +257,7 @@ def _areas(op: Op, rng: random.Random) -> Iterator[tuple[Case, ...]]:
 
 def _result_elements(op: Op, case: Case) -> int:
     try:
-        values = case_values_to_read(op, case, op.dtypes[0])
+        values = case_outline(op, case, op.dtypes[0])
         return sum(t.numel() for t in results_of(op.meta(**values)))
     except FAULTS:                             # it is no call
         return 0
@@ -274,7 +279,7 @@ def long_sums(op: Op, seed: int) -> list[Case]:
 def _are_lengths(op: Op, small: Case, many: Case) -> bool:
     """Does a longer tuple make more sequences, and not a tensor of more dimensions?"""
     try:
-        few, more = (case_values_to_read(op, case, op.dtypes[0])[op.main_tensor].dim()
+        few, more = (case_tensors(op, case, op.dtypes[0])[op.main_tensor].dim()
                      for case in (small, many))
     except FAULTS:
         return False

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 _DENORMAL, _HALF_ULP = 5e-324, 2.0 ** -53
+_MT19937_BYTES = 625 * 4                       # its words and the position in them
 
 
 class Setting(NamedTuple):
@@ -53,6 +54,9 @@ def _numpy_random() -> Any:
         numpy_random = importlib.import_module("numpy.random")
     except ImportError:
         return None
+    generator: Any = getattr(numpy_random, "get_bit_generator", lambda: None)()
+    if type(generator).__name__ == "MT19937":  # numpy takes long to give a copy
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     state = numpy_random.get_state()
     return state[1].tobytes(), state[2:]
 
@@ -158,6 +162,14 @@ def _switch_collector(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
 
+DETERMINISTIC = "deterministic mode"
+
+
+def deterministic_mode() -> tuple[bool, bool]:
+    return (torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled())
+
+
 _SETTINGS: tuple[Setting, ...] = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("the default device", _default_device, _put_back_default_device),
@@ -165,8 +177,7 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
     Setting("autocast", _autocast, _put_back_autocast),
     Setting("a mode of torch", _modes),
-    Setting("deterministic mode", lambda: (torch.are_deterministic_algorithms_enabled(),
-                                           torch.is_deterministic_algorithms_warn_only_enabled())),
+    Setting(DETERMINISTIC, deterministic_mode),
     Setting("the precision of float32 products", torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision),
     Setting("a TF32 or reduced-precision flag", _cuda_precision),
@@ -192,6 +203,7 @@ _SETTINGS: tuple[Setting, ...] = (
 )
 # What an import or a pool of workers changes on a first call.
 ONCE = tuple(setting.name for setting in _SETTINGS if setting.once)
+SLOW = frozenset(setting.name for setting in _SETTINGS if setting.slow)
 
 
 def _cuda_settings(device: str) -> tuple[Setting, ...]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from ...ops.formulas.block_masks import is_block_mask
 from ...spec.op import Op
 
 ENTRY_BYTES, ALL_BYTES = 1 << 24, 1 << 29      # what is larger is computed again
@@ -80,10 +83,25 @@ def values_once(op: Op, key: Hashable, generate: Callable[[], dict[str, Any]],
     values = generate()
     if torch.is_inference_mode_enabled():
         return values
-    is_plain = all(map(_is_plain, values.values()))
+    is_plain = all(_is_plain(v) or is_block_mask(v) for v in values.values())
     if (to_read or is_plain) and _INPUTS.keep(op, key, (values, is_plain), _bytes_of(values)):
         return values if to_read else copy_values(values)
     return values
+
+
+def kept_values(op: Op, key: Hashable) -> dict[str, Any] | None:
+    """Returns the values that are kept for a key, to read; None where there are none."""
+    kept: tuple[dict[str, Any], bool] | None = _INPUTS.find(op, key)
+    return None if kept is None else kept[0]
+
+
+class ZerosForNormals(TorchFunctionMode):
+    """Gives zeros for what torch.randn would draw: pages that nobody writes cost nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.randn:
+            return func(*args, **(kwargs or {}))
+        return torch.zeros(*args, **{n: v for n, v in (kwargs or {}).items() if n != "generator"})
 
 
 def _is_plain(value: Any) -> bool:
@@ -97,7 +115,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies tensors with all of their storage; those that share it share the copy."""
+    """Copies tensors with all of their storage; those that share it share the copy. A BlockMask
+    takes torch longer to make than its lists to copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(t: Tensor) -> Tensor:
@@ -108,7 +127,15 @@ def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
                                                      t.storage_offset(), t.shape, t.stride())
         return copied.view_as(copied) if t._is_view() else copied
 
-    return {name: copy(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+    return {name: copy(v) if isinstance(v, Tensor) else _copy_block_mask(v) if is_block_mask(v)
+            else v for name, v in values.items()}
+
+
+def _copy_block_mask(mask: Any) -> Any:
+    copied = shallow_copy(mask)
+    vars(copied).update({name: v.clone() for name, v in vars(mask).items()
+                         if isinstance(v, Tensor)})
+    return copied
 
 
 # Results of the formula.
@@ -136,7 +163,7 @@ def fingerprint(values: Mapping[str, Any]) -> bytes | None:
 
 def _bytes_of(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.untyped_storage().nbytes()
+        return 0 if value.is_meta else value.untyped_storage().nbytes()
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, (tuple, list)):

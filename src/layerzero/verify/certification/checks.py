@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
-
-import torch
-from torch import Tensor
 
 from ...machine import hardware, loading
 from ...spec.kernel import Kernel
@@ -54,8 +50,6 @@ from .invariance import check_invariance
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
 HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
-# Where torch emulates bfloat16, its own kernels get cases of so many FLOPs and of sizes so large.
-EMULATED_FLOPS, EMULATED_SIZE, EMULATED_RATIO = 2e5, 8, 8.0
 
 
 def checks_of(kernel: Kernel, device: str, lane: str,
@@ -159,36 +153,11 @@ def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
     """Returns a cell of bfloat16, whose products take many CPUs long, with smaller sizes where that
     matters; the op's own cases where float16 has them as they are."""
     op, (case, dtype) = kernel.op, cell
-    flops = EMULATED_FLOPS if _is_emulated(kernel, dtype) else HALF_FLOPS
-    if (dtype != "bfloat16" or not is_costly(op, case, flops)
+    if (dtype != "bfloat16" or not is_costly(op, case, HALF_FLOPS)
             or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):
         return cell
-    smaller = _smaller(kernel, case, dtype), dtype
+    smaller = with_small_sizes(op, case), dtype
     return smaller if _accepts(kernel, smaller, device, seed) else cell
-
-
-def _smaller(kernel: Kernel, case: Case, dtype: str) -> Case:
-    return with_small_sizes(kernel.op, case, EMULATED_SIZE if _is_emulated(kernel, dtype)
-                            and is_costly(kernel.op, case, EMULATED_FLOPS) else 32)
-
-
-def _is_emulated(kernel: Kernel, dtype: str) -> bool:
-    """Does the kernel compute with torch's products in a dtype that this CPU has none for?"""
-    return (dtype == "bfloat16" and kernel.backend in ("torch", "reference")
-            and _slowdown(dtype) > EMULATED_RATIO)
-
-
-@lru_cache(maxsize=None)
-def _slowdown(dtype: str) -> float:
-    """Returns how many times as long as in float32 a product of torch takes on the CPU."""
-    def seconds(x: Tensor) -> float:
-        began = time.process_time()
-        torch.matmul(x, x)
-        return time.process_time() - began
-
-    wide = torch.ones(4, 64, 64)
-    narrow = wide.to(getattr(torch, dtype))
-    return min(seconds(narrow) for _ in range(4)) / min(seconds(wide) for _ in range(4))
 
 
 def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
@@ -294,7 +263,7 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
 
     def sized(case: Case, dtype: str) -> Case:
         """Returns a smaller case in the quick lane of a CPU, where the kernel takes it."""
-        small = _smaller(kernel, case, dtype) if lane == "quick" and device == "cpu" else case
+        small = with_small_sizes(op, case) if lane == "quick" and device == "cpu" else case
         return small if _accepts(kernel, (small, dtype), device, seed) else case
 
     yield from (partial(check_gradients, kernel, case if dtype == "float32" else sized(case, dtype),

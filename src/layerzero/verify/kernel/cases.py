@@ -205,30 +205,16 @@ def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:
-    """Returns the case with the sizes that it does not name at most so large, or 32 where rows are
-    as long as that; itself where they are or where that is no call."""
+    """Returns the case with the sizes that it does not name at most so large; itself where they are
+    or where that is no call."""
     def smaller() -> Case:
-        numbers = numbers_of(op)
-        limits = {n: max(most, 32) if most < 32 and _is_row(op, n) else most for n in numbers}
-        sizes = {n: limits[n] if type(d) is int else tuple(min(i, limits[n]) for i in d)
-                 for n, d in numbers.items() if n not in (*op.by_name, *case)
-                 and (d if type(d) is int else max(d)) > limits[n]}
+        sizes = {n: most if type(d) is int else tuple(min(i, most) for i in d)
+                 for n, d in numbers_of(op).items() if n not in (*op.by_name, *case)
+                 and (d if type(d) is int else max(d)) > most}
         return {**case, **sizes} if sizes and is_accepted(op, {**case, **sizes}, None) else case
 
     chosen: Case = compute_once(op, ("small sizes", repr(case), most), smaller)
     return chosen
-
-
-def _is_row(op: Op, name: str) -> bool:
-    """Is this size the length of a row of the main tensor, along which kernels use vectors?"""
-    def length(case: Case) -> int:
-        return int(case_tensors(op, case, op.dtypes[0])[op.main_tensor].shape[-1])
-
-    default = numbers_of(op)[name]
-    try:
-        return type(default) is int and length({}) != length({name: 2 * default})
-    except FAULTS:                             # no call by itself
-        return True
 
 
 def small_stress(op: Op) -> list[Case]:

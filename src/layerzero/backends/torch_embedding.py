@@ -34,8 +34,9 @@ def _index_select() -> Callable[..., Any]:
 
 KERNELS = (
     Kernel("torch.embedding", embedding, _embedding, prior=8.0, overhead_us=3.0, baseline=True,
-           batch_invariant=True, tp_invariant=True),
+           batch_invariant=True, tp_invariant=True, backward_varies_on=("cuda",)),
     Kernel("torch.index_select", embedding, _index_select, prior=8.0, overhead_us=4.0,
+           backward_varies_on=("cuda",),
            requires=(r.any_of(r.off("grad"), r.absent("padding_idx", Code.FEATURE_UNSUPPORTED)),),
            note="its backward knows no padding row"),
 )

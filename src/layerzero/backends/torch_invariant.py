@@ -24,7 +24,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
 
-MAX_GRID = 65535                               # sequences of one launch
+MAX_GRID = 65535                               # sequences of one launch, and heads
 FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
@@ -120,6 +120,11 @@ def _attention_packed() -> Callable[..., Any]:
             scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
         batch, seq_q, heads, dim = query.shape
         seq_k = key.shape[1]
+        if heads > MAX_GRID:
+            wide = (t.repeat_interleave(heads // t.shape[2], 2) for t in (key, value))
+            parts = zip(*(t.split(MAX_GRID, 2) for t in (query, *wide)))
+            return torch.cat([run(q, k, v, is_causal, scale, window_left=window_left,
+                                  window_right=window_right) for q, k, v in parts], 2)
         starts = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=query.device)
                   for n in (seq_q, seq_k)]
         # for one query it would fold heads into rows, and split: it is told of two at least
@@ -152,9 +157,10 @@ def _attention_efficient() -> Callable[..., Any]:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if _is_unaligned(t) else t
                    for t in (query, key, value))
-        parts = [efficient(*some, None, False, 0.0, is_causal, scale=scale)[0]
-                 for some in zip(q.split(MAX_GRID), k.split(MAX_GRID), v.split(MAX_GRID))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [torch.cat([efficient(*some, None, False, 0.0, is_causal, scale=scale)[0]
+                            for some in zip(*(t.split(MAX_GRID) for t in heads))])
+                 for heads in zip(*(t.split(MAX_GRID, 1) for t in (q, k, v)))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     return run
 
@@ -185,7 +191,9 @@ BOTH: dict[str, Any] = {"batch_invariant": True, "tp_invariant": True, "only_inv
 
 KERNELS = (
     Kernel("torch.linear_each_row", linear, _linear, (
-        r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT)),
+        r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+        # a transposed weight is added up column by column: ten times the eager error (MKL)
+        r.unit_stride("weight")),
            prior=0.02, overhead_us=20.0, batch_invariant=True, only_invariant=True,
            note="one row at a time"),
     Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02, overhead_us=200.0,
@@ -204,6 +212,7 @@ KERNELS = (
     Kernel("torch.attention_each_block", attention, _attention_efficient, (
         *CUDA, r.dtypes("float16", "bfloat16", "float32"), *FLASH_RULES, *NO_WINDOW,
         r.multiple_of("head_dim", 8), r.multiple_of("head_dim_v", 8),
+        r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536),
         r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
                  r.one_of("causal_align", None, "top_left",
                           code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))),

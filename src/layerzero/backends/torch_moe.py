@@ -77,7 +77,7 @@ def _grouped_mm() -> Callable[..., Any]:
 
 def _group_ends(group_sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
     if offsets is not None:
-        return offsets.int()
+        return offsets.int().contiguous()      # with gaps torch 2.11 fails the device
     assert group_sizes is not None
     return group_sizes.cumsum(0, dtype=torch.int32)
 

@@ -170,10 +170,14 @@ NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
 
+# On a GPU heads are an axis of the grid.
+HEADS_OF_A_LAUNCH = r.when(r.device("cuda"),
+                           r.at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
+
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,
            baseline=True, variants=("NHD",), graph_safe=False, traceable=False,
-           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,), note=ON_HOST),
+           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH), note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
            variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",

@@ -291,8 +291,9 @@ def _cudnn_bias() -> Callable[..., Any]:
             window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
             return_lse: bool = False) -> Any:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
-                             window_right, alibi_slopes,
-                             query.dtype).expand(query.shape[0], -1, query.shape[2], key.shape[2])
+                             window_right, alibi_slopes, query.dtype).contiguous()
+        # With gaps between its numbers a mask is misread (torch 2.11, H200); expanded it is not.
+        mask = mask.expand(query.shape[0], -1, query.shape[2], key.shape[2])
         out, lse = cudnn(query, key, value, mask, True, 0.0, False, False, scale=scale)[:2]
         return (out, lse.reshape(query.shape[:-1])) if return_lse else out
 
@@ -312,10 +313,13 @@ NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
 SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for rule in (
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
     r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
+# Above it torch's memory-efficient kernel is not compiled, and torch chooses it all the same.
+EFFICIENT_DIM = r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536)
 # On CUDA torch may choose cuDNN or flash, which need alignment, or pad, which copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     r.when(r.device("cuda"), MASK_ON_16_BYTES),
+    *(r.when(r.device("cuda"), rule) for rule in EFFICIENT_DIM),
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[r.Condition, ...] = (
@@ -338,7 +342,7 @@ CUDA_EFFICIENT: tuple[r.Condition, ...] = (
     r.when(r.dtypes(*HALF), r.multiple_of("head_dim", 8)),
     r.when(r.dtypes(*HALF), r.multiple_of("head_dim_v", 8)),
     r.multiple_of("head_dim", 4), r.multiple_of("head_dim_v", 4),
-    r.equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
+    *EFFICIENT_DIM, r.equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
     HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
@@ -365,7 +369,7 @@ KERNELS = (
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask "
              "that hides a whole row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
-           prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
+           prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True, backward_varies_on=("cuda",),
            workspace="2 * itemsize * elements", requires=(
                HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CPU, *SDPA_ON_CUDA,
                FOLDS_ANY)),
@@ -436,15 +440,16 @@ KERNELS = (
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
     Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN, prior=20.0, overhead_us=2.0,
-           variants=BHSD, deterministic=False, deterministic_backward=False,
-           requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True, note=CUDNN_PLANS),
+           variants=BHSD, deterministic=False, differentiable=False,
+           requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True,
+           note=f"{CUDNN_PLANS}; its backward misreads a gradient with gaps (torch 2.11, H200)"),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
            prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE),
            plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN, prior=4.5,
            overhead_us=20.0, variants=BHSD, workspace="2 * itemsize * elements",
-           deterministic=False, deterministic_backward=False,
+           deterministic=False, differentiable=False,
            requires=(*CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
            note=CUDNN_PLANS),
 )

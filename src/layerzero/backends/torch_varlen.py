@@ -40,6 +40,7 @@ FLASH: tuple[r.Condition, ...] = (
     r.at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
     r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"), *ON_16_BYTES,
     r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"),
+    r.contiguous("cu_seqlens_q"), r.contiguous("cu_seqlens_k"),
     NO_SOFTCAP, NO_ALIBI, *BOTTOM_RIGHT)
 
 
@@ -100,7 +101,10 @@ def per_sequence(
     parts, lses = [empty], [no_lse]
     for first_q, last_q, first_k, last_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
         rows = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
-        if return_lse:
+        # where there is nothing to compute torch's attention may divide by zero, which is fatal
+        if first_q == last_q:
+            continue
+        if return_lse or first_k == last_k:
             out, lse = (attend_rows(*rows, is_causal, scale, causal_align, window_left,
                                     window_right, alibi_slopes, 0.0, True)
                         if last_k > first_k else empty_result(rows[0], value.shape[2]))

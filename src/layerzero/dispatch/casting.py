@@ -18,18 +18,20 @@ from ..world.context import Override
 
 def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
     """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote");
-    float64 stays. Returns the arguments by name, or None if there is nothing to cast."""
+    float64 stays, and so does all of an op that autocast does not know. Returns the arguments by
+    name, for a call without autocast, or None if there is none."""
     kind = first.device.type if first is not None else "meta"
-    if (not op.autocast or not torch.amp.is_autocast_available(kind)
-        or not torch.is_autocast_enabled(kind)):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
+    if not op.autocast:
+        return named
     same_dtype = [n for n in op.same_dtype if n in op.differentiable]
     dtype, eligible = torch.get_autocast_dtype(kind), {*(same_dtype or op.differentiable),
                                                        "attn_mask"}
     if op.autocast == "promote":
         dtypes = {named[n].dtype for n in same_dtype if named[n] is not None}
         if len(dtypes) < 2:
-            return None
+            return named
         dtype = reduce(torch.promote_types, dtypes)
     return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point()
             and t.dtype != torch.float64

@@ -269,6 +269,7 @@ class Demands(NamedTuple):
     """The demands of mode and policy on every kernel."""
 
     grad: bool
+    device: str
     deterministic: bool
     graph: bool
     invariant: tuple[tuple[str, Callable[[Kernel], bool]], ...]    # the setting; does it hold?
@@ -290,8 +291,8 @@ class Demands(NamedTuple):
         invariant = tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
                           if settings[name])
         return cls(
-            facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
-            invariant, named, settings["disabled"],
+            facts["grad"], facts["device"], facts["deterministic"] or settings["deterministic"],
+            graph, invariant, named, settings["disabled"],
             context.certified if settings["require_certificates"] else None,
             None if named else lambda kernel: (compiles_in_request(kernel, settings)
                                                or is_warm(kernel, facts, context.warmed)),
@@ -301,9 +302,7 @@ class Demands(NamedTuple):
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
-                    or (self.deterministic and (not kernel.deterministic
-                                                or (self.grad
-                                                    and not kernel.deterministic_backward)))
+                    or (self.deterministic and not self._repeats(kernel))
                     or (self.graph and self.uncapturable(kernel) is not None)
                     or any(not holds(kernel) for _, holds in self.invariant)
                     or (kernel.only_invariant and not self.invariant and not self.named)
@@ -313,6 +312,10 @@ class Demands(NamedTuple):
                     or (self.tested and kernel.untested)
                     or self.switched_off(kernel) or self.refused(kernel) is not None
                     or kernel.id in self.failed)
+
+    def _repeats(self, kernel: Kernel) -> bool:
+        """Returns whether it gives the same bits every time, in the backward pass too."""
+        return kernel.deterministic and not (self.grad and not kernel.backward_repeats(self.device))
 
     def switched_off(self, kernel: Kernel) -> bool:
         """Returns whether torch.nn.attention.sdpa_kernel excludes this implementation."""
@@ -340,9 +343,7 @@ class Demands(NamedTuple):
         uncapturable = self.uncapturable(kernel) if self.graph else None
         checks = (
             (self.grad and not kernel.differentiable, Code.BACKWARD_UNSUPPORTED),
-            (self.deterministic
-             and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
-             Code.NOT_DETERMINISTIC),
+            (self.deterministic and not self._repeats(kernel), Code.NOT_DETERMINISTIC),
             (uncapturable is not None, Code.CUDA_GRAPH_UNSAFE),
             (self.baseline and not kernel.baseline and kernel.backend != "reference",
              Code.LZ_DISABLED),

@@ -119,6 +119,8 @@ class Kernel:
     variants: tuple[str, ...] = ()
     deterministic: bool = True
     deterministic_backward: bool = True
+    # types of devices on which it is not, since sums are made in the order in which threads come
+    backward_varies_on: tuple[str, ...] = ()
     # a row's result does not depend on its neighbours or on how many there are
     batch_invariant: bool = False
     # nor does a head's or a column's, so that ranks may share them
@@ -207,6 +209,10 @@ class Kernel:
         """Returns whether the kernel claims to do less work than the baseline for this call."""
         return (bool(self.less_work)
                 and all(rule.check(facts) is None for rule in self.less_work_when))
+
+    def backward_repeats(self, device: str) -> bool:
+        """Returns whether the backward pass gives the same bits every time on such a device."""
+        return self.deterministic_backward and device not in self.backward_varies_on
 
     def is_invariant(self, to: str, facts: Facts) -> bool:
         """Returns whether results of such calls keep their bits, "batch" or "tp": whatever else is

@@ -172,13 +172,15 @@ class AfterAnotherCall(Circumstance):
 
 
 class Autocast(Circumstance):
-    """The caller is inside torch.autocast. The dispatcher has cast the tensors already."""
+    """The caller is inside torch.autocast. The dispatcher has cast the tensors already; the kernels
+    of an op that autocast does not know are called outside of it."""
 
     name = "under autocast"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         main = values.get(op.main_tensor)
-        return values if isinstance(main, Tensor) and main.dtype == torch.bfloat16 else None
+        return (values if op.autocast and isinstance(main, Tensor) and main.dtype == torch.bfloat16
+                else None)
 
     def around(self, device: str) -> Any:
         return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)

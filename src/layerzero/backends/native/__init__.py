@@ -262,8 +262,7 @@ KERNELS = (
     declare(quantized_linear, ggml.linear, 30.0, 5.0, *GGML_RULES, name="ggml_linear",
             less_work="multiplies the codes as bytes, and writes no dequantized weight",
             note="keeps a second copy of the weight, its rows interleaved; the same result on any "
-                 "number of threads; its code for AMX, and for SVE beyond 128 bits, is untested on "
-                 "hardware"),
+                 "number of threads; its code for SVE beyond 128 bits is untested on hardware"),
     declare(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
             r.any_of(r.at_most("seq_q", MAX_SMALL_HEAD_ROWS), r.at_least("head_dim", 65)),
             name="attention_decode", variants=("bhsd",),

@@ -45,6 +45,7 @@ BEYOND = 1.05
 # to measure the rates of a device, and at most this share of the time that is left
 RATES_SECONDS, RATES_SHARE = 1.5, 0.25
 MEMORY_SHARE = 0.8     # of free memory that one call may take
+SHARES = 4             # of the time that is left, in which one call is timed
 # Raised by a call that is described wrongly, or does not fit into memory.
 CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
 
@@ -91,7 +92,7 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
             if not again and is_measured(worlds.current(), job, compile):
                 already.append(job.call)
                 continue
-            result = tuner.tune(job)
+            result = tuner.tune(job, len(jobs) - done)
             if isinstance(result, Skipped):
                 skipped.append(result)
             else:
@@ -242,8 +243,11 @@ class Tuner:
     def out_of_time(self) -> bool:
         return self.seconds_left <= 0
 
-    def tune(self, job: Job) -> Tuned | Skipped:
+    def tune(self, job: Job, left: int = 1) -> Tuned | Skipped:
+        """Time one call, of so many that are left: a large one must not take the time of all."""
         self._ensure_rates(job.device)
+        deadline = (None if self.deadline is None else time.perf_counter()
+                    + self.seconds_left * min(1.0, SHARES / left))
         # inputs are drawn on the host
         for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):
             if factor * job.nbytes > MEMORY_SHARE * (free := free_bytes(where)):
@@ -257,7 +261,7 @@ class Tuner:
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, first_line(e))
             contest = Contest(job.call, dispatcher, values, facts,
-                              self._watch(job.device, job.mode), self.compile, self.deadline)
+                              self._watch(job.device, job.mode), self.compile, deadline)
             contest.enter()
             contest.run(self.rounds)
         if not contest.race.timings.rounds:

@@ -469,6 +469,19 @@ def test_when_the_time_is_up_the_rest_is_left(script):
     assert "2 left (out of time)" in str(report)
 
 
+def test_one_large_call_does_not_take_the_time_of_all(script, monkeypatch):
+    fakes = [script.fake(f"fake.{n}", 10.0) for n in range(8)]
+    now = [0.0]
+    clock = SimpleNamespace(**{**vars(time), "perf_counter": lambda: now[0]})
+    for module in (tuner, contest, harness):
+        monkeypatch.setattr(module, "time", clock)
+    for fake in fakes:
+        fake.before = lambda mark=fake.before: (mark(), now.append(now.pop() + 1.0))
+    serve(*fakes)
+    report = tune([norm(8 * n) for n in range(1, 13)], seconds=60.0)
+    assert len(report.tuned) >= 3              # all of it was the first call's
+
+
 def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_stays(
         script, monkeypatch):
     quick, slow = script.fake("fake.quick", 10.0, prior=90.0), script.fake("fake.slow", 10.0,

@@ -241,7 +241,8 @@ class Kernel:
 
 
 # What a proof rests on belongs to the code: no file of limits states it.
-_PROVEN = ("batch_invariant", "tp_invariant", "only_invariant", "invariant_when")
+_PROVEN = ("batch_invariant", "tp_invariant", "only_invariant", "invariant_when",
+           "backward_varies_on")
 Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
                                   if f.name not in ("op", "load", "built", *_PROVEN)))
 

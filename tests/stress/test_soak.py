@@ -20,7 +20,13 @@ from helpers import RMS_NORM, Fake, register
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.release import soak_disturbances
-from layerzero.release.soak import SoakPart, SoakReport, SoakSample, soak
+from layerzero.release.soak import (
+    SoakPart,
+    SoakReport,
+    SoakSample,
+    _noticed_interrupt,
+    soak,
+)
 from layerzero.release.soak_disturbances import Disturbances, in_child, may_not_fork
 from layerzero.release.soak_load import Case, Tally, call_and_check, cases_of
 from layerzero.release.trend import MIN_SAMPLES, theil_sen
@@ -223,3 +229,15 @@ def test_growth_beyond_the_bound_fails_and_warming_up_does_not():
     short = report(lambda i: 300 + i * 2, seconds=60.0)
     # a minute says nothing of an hour
     assert short.passed and not any(s.judged for s in short.series)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_comes_while_an_object_is_freed_is_not_lost() -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with _noticed_interrupt() as came:
+        freed = Interrupted()
+        del freed                              # Python drops the KeyboardInterrupt
+        assert came.is_set()

@@ -172,15 +172,16 @@ class AfterAnotherCall(Circumstance):
 
 
 class Autocast(Circumstance):
-    """The caller is inside torch.autocast. The dispatcher has cast the tensors already; the kernels
-    of an op that autocast does not know are called outside of it."""
+    """The caller is inside torch.autocast. The dispatcher has cast the tensors already, and calls
+    the kernels outside of it; on a GPU torch's own functions would widen some of them."""
 
     name = "under autocast"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         main = values.get(op.main_tensor)
-        return (values if op.autocast and isinstance(main, Tensor) and main.dtype == torch.bfloat16
-                else None)
+        if not isinstance(main, Tensor) or main.dtype != torch.bfloat16:
+            return None
+        return values if op.autocast or not main.is_cuda else None
 
     def around(self, device: str) -> Any:
         return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)

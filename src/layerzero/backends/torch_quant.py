@@ -213,7 +213,8 @@ def _dequantized_linear() -> Callable[..., Any]:
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
-            # 8-bit codes are exact in bf16 and float32, so a row's scale can come last.
+            # 8-bit codes are exact in bf16 and float32, so a row's scale can come last; sums of
+            # unscaled codes might overflow float16
             parts = [F.linear(x, _decode(weight_q[i:j], fmt, x.dtype))
                      for i, j in _slices(x, n, k, 1)]
             row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0]

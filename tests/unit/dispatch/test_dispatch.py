@@ -598,3 +598,15 @@ def test_threads_that_call_an_op_for_the_first_time_share_its_function(monkeypat
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(dispatcher.public_function, [op, op])
     assert first is second is dispatcher.dispatchers["rms_norm"].public
+
+
+def test_kernels_are_called_outside_of_autocast(call):
+    """torch would widen some functions there, and a kernel promises the dtype that it is given."""
+    seen: list[bool] = []
+    fake = Fake(before=lambda: seen.append(torch.is_autocast_enabled("cpu")))
+    register(fake)
+    x = rows(8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):                     # chosen, and remembered
+            assert call(x).dtype == torch.bfloat16
+    assert seen == [False, False]

@@ -139,6 +139,8 @@ def test_the_call_decides(rule, call, code):
     ({"deterministic": False}, {}, {"deterministic": True}, Code.NOT_DETERMINISTIC),
     ({"deterministic_backward": False}, {"deterministic": True, "grad": True}, {},
      Code.NOT_DETERMINISTIC),
+    ({"backward_varies_on": ("cuda",)}, {"deterministic": True, "grad": True}, {},
+     Code.NOT_DETERMINISTIC),
     ({"graph_safe": False}, {"graph": True}, {}, Code.CUDA_GRAPH_UNSAFE),
     ({"graph_safe": False}, {}, {"graph_strict_mode": True}, Code.CUDA_GRAPH_UNSAFE),
     ({"jit": True}, {}, {}, Code.JIT_NOT_WARMED),
@@ -156,6 +158,8 @@ def test_the_mode_of_the_call_and_of_the_policy_decide(declared, known, settings
 @pytest.mark.parametrize(("declared", "known", "settings"), [
     # no gradient is asked for
     ({"deterministic_backward": False}, {"deterministic": True}, {}),
+    ({"backward_varies_on": ("cuda",)}, {"deterministic": True}, {}),
+    ({"backward_varies_on": ("xpu",)}, {"deterministic": True, "grad": True}, {}),
     ({"differentiable": False}, {"grad": False}, {}),
     ({"jit": True}, {}, {"jit": "in_request"}),
     ({"untested": True}, {}, {"allow_untested": True}),

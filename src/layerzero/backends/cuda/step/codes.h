@@ -1,13 +1,18 @@
-// Of Consumer (step.cu): products with codes for weights. The tensor cores take 16 rows of a weight,
-// and the rows of x as columns, both as fp16, in which codes take the fewest instructions: int4 in the
+// Of Consumer (step.cu): products by the tensor cores, which take 16 rows of a weight, and the rows of x
+// as columns: bf16 as it is, codes and their x as fp16, in which those take the fewest instructions: int4 in the
 // mantissa of 1024.0 is 1024 + code, or 1024 + 16 times the code where it lies four bits higher and x
 // is a sixteenth. The 1024, and the 8 by which a code is too large, times x are the same for all rows,
 // and taken away after 128 inputs. What is kept of x is scaled by a power of two that its largest value
 // gives (`arrange` in inputs.h). The warps of a block share the inputs of an item, and one of them adds
 // up what they have.
 
-// Eight codes of a row as pairs
+// Eight inputs of a row as pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
+    if (CODES == 3) {
+        const Four v = load4(from);
+        pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
+        return;
+    }
     if (CODES == 1) {
         const u32 word = *(const u32*)from;
         UNROLL for (int n = 0; n < 4; ++n) pair[n] = masked_or(word >> n / 2 * 8, n % 2 ? 0x00F000F0u : 0x000F000Fu, 0x64006400u);
@@ -17,18 +22,23 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     UNROLL for (int n = 0; n < 4; ++n) pair[n] = fp8_pair(u32(words >> 16 * n));
 }
 
-// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where the
-// codes of 32 inputs lie in the run of a row
+// Which inputs a lane has: eight of every 32, or of bf16, for which units of 16 bytes 32 bytes apart have no
+// bank of the shared memory in common, 16 of every 64.
+constexpr static int LANE_INPUTS = CODES == 3 ? 16 : 8;
+FN_MEMBER static constexpr int x_at(int j) { return CODES == 3 ? j / 2 * 64 + j % 2 * 8 : j * 32; }
+
+// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where a
+// lane's inputs lie in the runs of a row
 template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
         decode(codes + at[j], upper);
         decode(codes + BOX + at[j], lower);
-        const Four u = load4(x + j * 32);
+        const Four u = load4(x + x_at(j));
         const u32 first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
-        mma<false>(acc[j % 2], first, left);
-        mma<false>(acc[j % 2], second, right);
+        mma<CODES == 3>(acc[j % 2], first, left);
+        mma<CODES == 3>(acc[j % 2], second, right);
     }
 }
 
@@ -36,22 +46,23 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
 template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, const float* offsets,
                                                                  float (&sum)[4]) const {
     constexpr int TOGETHER = BLOCKS % 2 || STRIDE / 128 % 2 ? 1 : 2;    // the last slice may be shorter
-    constexpr int BOX = box_bytes(BLOCKS), PLACES = RUN / 32;
-    static_assert(CODES == 2 || TOGETHER == 2, "runs of int4 codes are of two blocks");
+    constexpr int BOX = box_bytes(BLOCKS), PLACES = max_int(4, RUN / 32);
+    static_assert(CODES != 1 || TOGETHER == 2, "runs of int4 codes are of two blocks");
     const int g = lane() / 4, t = lane() % 4;
     int at[PLACES];
     UNROLL for (int n = 0; n < PLACES; ++n)
-        at[n] = CODES == 1 ? swizzled(g, n) + t * 4 : swizzled(g, 2 * n + t / 2) + t % 2 * 8;
+        at[n] = CODES == 1 ? swizzled(g, n) + t * 4 : CODES == 2 ? swizzled(g, 2 * n + t / 2) + t % 2 * 8
+                           : n / 2 * 1024 + swizzled(g, 2 * t + n % 2);
     const u8* tile_at = tile(number);
     const u8* codes = tile_at + g * 128;
     const u8* scales = tile_at + 2 * BOX + g * 4;
-    const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
+    const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * LANE_INPUTS;
     float acc[TOGETHER][2][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
         UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
     ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
         UNROLL for (int n = 0; n < TOGETHER; ++n)
-            multiply_block<BOX>(codes + n * 128 / RUN * 1024, at + n * 128 % RUN / 32, from + n * 128, acc[n]);
+            multiply_block<BOX>(codes + n * 128 / RUN * 1024, RUN > 128 ? at + n * 128 % RUN / 32 : at, from + n * 128, acc[n]);
         if (CODES == 1)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const u32 by = *(const u32*)(scales + n * 32);
@@ -65,7 +76,7 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
         codes += TOGETHER * 128 * 1024 / RUN, from += TOGETHER * 128, scales += TOGETHER * 32;
     }
     release(number);
-    if (CODES == 2)
+    if (CODES != 1)
         UNROLL for (int n = 0; n < TOGETHER; ++n)
             UNROLL for (int e = 0; e < 4; ++e) sum[e] += acc[n][0][e] + acc[n][1][e];
 }
@@ -80,6 +91,9 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
     UNROLL for (int n = 0; n < PARTS; ++n) sum += part_sums(round, item * PARTS + n)[row * BATCH + b];
     return sum;
 }
+
+// What a sum is to be multiplied with for the scale of x
+FN_MEMBER static float of_x(const Target& to, int b) { return CODES == 3 ? 1.0f : x_scale(to.peaks, b).inverse; }
 
 // In a round every warp has a slice of an item, or every WARPS-th of one item; then one warp adds up
 // what all of them have of an item.
@@ -115,7 +129,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
         if (is_gated) {
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int v = lane() % 8;
-                const float by = x_scale(to.peaks, b).inverse;
+                const float by = of_x(to, b);
                 const float value = activated(total<PARTS>(round, last, v, b) * scale[0] * by,
                                               total<PARTS>(round, last, v + 8, b) * scale[1] * by);
                 const float other = shuffle_xor(value, 1);
@@ -126,7 +140,7 @@ template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to
             ROLLED for (int b = 0; b < BATCH; ++b) {
                 const int row = item * 16 + lane();
                 if (lane() < 16 && row < to.rows)
-                    emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0] * x_scale(to.peaks, b).inverse, bias);
+                    emit(to, row, b, total<PARTS>(round, last, lane(), b) * scale[0] * of_x(to, b), bias);
             }
     }
     next += share.count * SLICES;

@@ -89,12 +89,12 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watc
         peak[b] = 0;
         receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
             ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
-            if (CODES)
+            if (CODED)
                 peak[b] = fmaxf(fmaxf(peak[b], fmaxf(fabsf(low(left)), fabsf(high(left)))),
                                 fmaxf(fabsf(low(right)), fabsf(high(right))));
         });
     }
-    if (CODES) arrange<K>(x, true, peak);
+    if (CODED) arrange<K>(x, true, peak);
     else sync_first(THREADS);
 }
 
@@ -140,10 +140,10 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
             if (unit >= UNITS) continue;
             const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
             ((u32*)(x + b * HIDDEN))[unit] = pair;
-            if (CODES) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
+            if (CODED) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
         }
     }
-    if (CODES && !in_order) arrange<HIDDEN>(x, false, peak);
+    if (CODED && !in_order) arrange<HIDDEN>(x, false, peak);
     else sync_first(THREADS);
 }
 

@@ -30,6 +30,7 @@ LIMIT_S = 2.0              # what one launch may take before it gives up
 # arguments of the kernel.
 _LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12PqQ2i4f"))
 CODES = ("", "int4", "fp8_e4m3")
+TILED = (*CODES, "bfloat16")   # what tiles of 16 rows hold; none: tiles have whole rows
 BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile,
 BOX_ROWS = CODE_ROWS // 2      # and of one copy of them
 
@@ -70,6 +71,7 @@ class Config(NamedTuple):
     copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
+    tensor_cores: bool = False     # multiply bf16 weights too, 16 rows to a tile
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -100,29 +102,35 @@ def _slices(k: int, tile: int) -> int:
     return next(n for n in range(-(-2 * k // tile), units + 1) if units % n == 0)
 
 
+def tiled(shape: Shape, cfg: Config) -> str:
+    """Returns what the tiles of 16 rows hold (codes.h); "": there are none."""
+    return shape.codes or ("bfloat16" if cfg.tensor_cores else "")
+
+
 def code_run(codes: str) -> int:
-    """Returns the number of inputs whose codes are the 128 bytes of a run."""
-    return tensor_maps.RUN * (2 if codes == "int4" else 1)
+    """Returns the number of inputs that are the 128 bytes of a run."""
+    return {"int4": 256, "fp8_e4m3": 128, "bfloat16": 64}[codes]
 
 
 def code_blocks(k: int, slices: int, codes: str) -> int:
     """Returns the blocks of inputs of a slice of a row: whole runs."""
-    run = code_run(codes)
-    return -(-(k // run) // slices) * (run // BLOCK)
+    unit = max(BLOCK, code_run(codes))
+    return -(-(k // unit) // slices) * (unit // BLOCK)
 
 
 def code_tile(blocks: int, codes: str) -> int:
-    """Returns the bytes of a tile of codes: its rows, and the scales of int4."""
+    """Returns the bytes of a tile: its rows, and the scales of int4."""
     runs = blocks * BLOCK // code_run(codes)
     return CODE_ROWS * (runs * tensor_maps.RUN + (2 * blocks if codes == "int4" else 0))
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Returns the number of parts of rows of k codes, which the warps share evenly; 0: there are
+    """Returns the number of parts of rows of k inputs, which the warps share evenly; 0: there are
     none."""
+    codes = tiled(shape, cfg)
     return next((n for n in range(1, k // BLOCK + cfg.warps)
                  if not (cfg.warps % n if n < cfg.warps else n % cfg.warps)
-                 and code_tile(code_blocks(k, n, shape.codes), shape.codes) <= cfg.tile), 0)
+                 and code_tile(code_blocks(k, n, codes), codes) <= cfg.tile), 0)
 
 
 def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
@@ -195,7 +203,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
-              + (_code_bytes(shape, cfg) if shape.codes else 0)):
+              + (_code_bytes(shape, cfg) if tiled(shape, cfg) else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
 
@@ -212,13 +220,13 @@ def code_rounds(cfg: Config) -> int:
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
-    unit = tensor_maps.RUN * (tensor_maps.SWIZZLED if shape.codes or boxed(shape.dim) else 1)
+    unit = tensor_maps.RUN * (tensor_maps.SWIZZLED if tiled(shape, cfg) or boxed(shape.dim) else 1)
     return -(-cfg.tile // unit) * unit
 
 
 def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
     """Every block has a share of gate and up: it is on this that words are written again safely."""
-    pairs = CODE_ROWS // 2 if shape.codes else gated_tiles(shape.hidden, cfg.tile).rows
+    pairs = BOX_ROWS if tiled(shape, cfg) else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
 
@@ -231,9 +239,10 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
                                                           * shape.dim, 8)):
         if size % by:
             return f"its {name} is {size}, no multiple of {by}"
-    for size in (shape.hidden, shape.heads * shape.dim, shape.inner) if shape.codes else ():
-        if size % (run := code_run(shape.codes)) or not code_slices(size, shape, cfg):
-            return f"rows of {size} codes are no whole runs of {run} in a tile"
+    codes = tiled(shape, cfg)
+    for size in (shape.hidden, shape.heads * shape.dim, shape.inner) if codes else ():
+        if size % (run := max(BLOCK, code_run(codes))) or not code_slices(size, shape, cfg):
+            return f"rows of {size} inputs are no whole runs of {run} in a tile"
     if shape.activation not in ACTIVATIONS:
         return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
     if not 1 <= shape.batch <= MAX_BATCH:
@@ -243,7 +252,7 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
     if (cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps
-            or (shape.codes and code_rounds(cfg) > MAX_ROUNDS)):
+            or (codes and code_rounds(cfg) > MAX_ROUNDS)):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -292,7 +301,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
         "SPLITS": splits, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
-        "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
+        "CODES": TILED.index(tiled(shape, cfg)), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
         **word_offsets(shape, splits)._asdict()}.items()))
@@ -301,7 +310,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
 def _code_macros(shape: Shape, cfg: Config) -> dict[str, int]:
     sizes = {"IN": shape.hidden, "OUT": shape.heads * shape.dim, "DOWN": shape.inner}
     return {f"{name}_CODE_SLICES": code_slices(k, shape, cfg)
-            for name, k in sizes.items()} if shape.codes else {}
+            for name, k in sizes.items()} if tiled(shape, cfg) else {}
 
 
 @dataclass(frozen=True)
@@ -339,12 +348,14 @@ class PersistentStep:
         scales = [tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2)
                         if shape.codes == "int4" else t for n, (t, k) in enumerate(
                             zip(at.scales, sizes))) for at in layers]
+        if tiled(shape, cfg) == "bfloat16":
+            scales = [(None,) * len(sizes)] * len(layers)
         self._tensors, self._scales = (layers, embed, norm, head), scales
         self._maps = _tensor_maps(shape, cfg, layers, sizes).to(device)
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
             32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
-        layout = _CODED if shape.codes else _LAYER
+        layout = _CODED if tiled(shape, cfg) else _LAYER
         table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
             at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
             at.angles, at.keys, at.values, *by)), NO_WINDOW if at.window is None else at.window)
@@ -389,11 +400,12 @@ def _tensor_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
     """Returns the descriptions that a layer has: of the codes of qkv, out, into and down, and of
     the keys and values in its cache."""
     maps, tokens = [], cached_tokens(shape.dim, cfg.tile)
-    runs = [code_blocks(k, code_slices(k, shape, cfg), shape.codes) * BLOCK // code_run(shape.codes)
-            for k in sizes] if shape.codes else []
+    codes = tiled(shape, cfg)
+    runs = [code_blocks(k, code_slices(k, shape, cfg), codes) * BLOCK // code_run(codes)
+            for k in sizes] if codes else []
     for at in layers:
-        maps += [tensor_maps.encode(codes, BOX_ROWS, n)
-                 for codes, n in zip((at.qkv, at.out, at.into, at.down), runs)]
+        maps += [tensor_maps.encode(weight, BOX_ROWS, n)
+                 for weight, n in zip((at.qkv, at.out, at.into, at.down), runs)]
         if boxed(shape.dim):
             maps += [tensor_maps.encode(cache.flatten(0, 1).flatten(1), tokens,
                                         2 * shape.dim // tensor_maps.RUN)

@@ -2,10 +2,10 @@
 // cached, through the ring. All of them go through all tiles. A tile that is one or two bulk copies is
 // the first's; of a tile of the cache that is copied by lanes each has its share.
 
-// A tile of codes has two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
-// run of 128 bytes has the codes of RUN inputs.
-constexpr int RUN = CODES == 1 ? 256 : 128;
-FN constexpr int code_blocks(int k, int slices) { return (k / RUN + slices - 1) / slices * (RUN / 128); }
+// A tile of 16 rows is two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
+// run of 128 bytes has RUN inputs.
+constexpr int RUN = CODES == 1 ? 256 : CODES == 2 ? 128 : 64, UNIT = max_int(RUN, 128);
+FN constexpr int code_blocks(int k, int slices) { return (k / UNIT + slices - 1) / slices * (UNIT / 128); }
 FN constexpr int box_bytes(int blocks) { return blocks * (128 * 1024 / RUN); }
 
 FN int copier() { return warp() - WARPS; }

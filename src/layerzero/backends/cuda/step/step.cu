@@ -15,15 +15,16 @@
 // HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, FIRST_POLLS and
 // LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
 // slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
-// offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
-// for each row (2), and the slices of their rows (codes.h).
+// offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4
+// in groups of 128 (1), fp8_e4m3 with a scale for each row (2), or bf16 for the tensor cores (3); and the
+// slices of their rows (codes.h).
 #include "stream.h"
 
 struct alignas(16) Layer {
     const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
     u16 *keys, *values;
 #if CODES
-    const u8 *qkv_scales, *out_scales, *into_scales, *down_scales;
+    const u8 *qkv_scales, *out_scales, *into_scales, *down_scales;    // none of bf16
 #endif
     i64 window;                                    // tokens that are seen, the new one too
 };
@@ -47,6 +48,7 @@ struct Params {
 constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
 constexpr float NONE = -1e30f;
+constexpr bool CODED = CODES == 1 || CODES == 2;
 
 // Keys of a tile of the cache, and their values CACHED bytes later: heads of whole runs of 128 bytes are
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
@@ -206,7 +208,11 @@ struct Consumer {
     template <int ROWS, int UNITS, int STRIDE>
     FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
         constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH), TURNS = (UNITS + 31) / 32;
-        constexpr int TOGETHER = TURNS < 8 ? TURNS : 8;     // no more: the code of all phases has to stay in its cache
+        // No more than 8 together: the code of all phases has to stay in its cache. As many in each round, so
+        // that few have lanes past the end, which cost much where loads wait for a branch.
+        constexpr int GROUPS = (TURNS + 7) / 8, TOGETHER = (TURNS + GROUPS - 1) / GROUPS;
+        constexpr bool WHOLE = UNITS == 32 * TOGETHER * GROUPS;
+        const Four zero = {0, 0, 0, 0};
         float part[CHAINS][BATCH][ROWS];
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
@@ -214,12 +220,13 @@ struct Consumer {
         const u16* from = x + lane() * 8;
         ROLLED for (int turn = 0; turn < TURNS; turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
-                if (UNITS % (32 * TOGETHER) && (turn + n) * 32 + lane() >= UNITS) continue;
+                const bool inside = WHOLE || (turn + n) * 32 + lane() < UNITS;
                 UNROLL for (int b = 0; b < BATCH; ++b) {
-                    const Four u = load4(from + b * STRIDE + n * 256);
+                    const Four u = inside ? load4(from + b * STRIDE + n * 256) : zero;
                     const float v[8] = {low(u.x), high(u.x), low(u.y), high(u.y), low(u.z), high(u.z), low(u.w), high(u.w)};
                     UNROLL for (int r = 0; r < ROWS; ++r)
-                        part[n % CHAINS][b][r] = dot(load4(at + r * (UNITS * 16) + n * 512), v, part[n % CHAINS][b][r]);
+                        part[n % CHAINS][b][r] = dot(inside ? load4(at + r * (UNITS * 16) + n * 512) : zero, v,
+                                                     part[n % CHAINS][b][r]);
                 }
             }
         release(number);

@@ -307,7 +307,7 @@ def main() -> int:
     steps: dict[str, PersistentStep] = {}
     for cfg in variants:
         why = plan.problem(shape, cfg, machine)
-        name = ":".join(map(str, cfg[:9]))
+        name = ":".join(str(int(field)) for field in cfg[:-1])
         if why is None:
             steps[name] = decoder.step(cfg)
             if not steps[name].resident(0):

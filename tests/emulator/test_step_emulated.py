@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +50,15 @@ def random(*size: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(size) * scale).bfloat16()
 
 
+@contextmanager
+def few_blocks(blocks: int) -> Iterator[None]:
+    """Steps that are made have so many blocks, and as many splits as on a large device."""
+    most = plan.max_splits
+    with (mock.patch.object(plan, "grid_blocks", lambda *_: blocks),
+          mock.patch.object(plan, "max_splits", lambda shape, _: most(shape, 132))):
+        yield
+
+
 class Decoder:
     """Random weights, what the formulas make of them, and the kernel."""
 
@@ -71,10 +83,10 @@ class Decoder:
         if shape.codes:                        # the formulas see what the codes stand for
             coded, self.layers = map(list, zip(*(encoded(at, shape.codes)
                                                       for at in self.layers)))
-        self.step = PersistentStep(shape, cfg, coded, self.embed, self.norm, self.embed,
-                                   eps=EPS, head_eps=EPS, scale=shape.dim ** -0.5,
-                                   head_norm_eps=EPS, **more)
-        self.step.blocks = blocks
+        with few_blocks(blocks):
+            self.step = PersistentStep(shape, cfg, coded, self.embed, self.norm, self.embed,
+                                       eps=EPS, head_eps=EPS, scale=shape.dim ** -0.5,
+                                       head_norm_eps=EPS, **more)
 
     def reference(self, tokens: Tensor, position: int, dtype: torch.dtype) -> Tensor:
         """Logits, in this dtype; keys and values of earlier tokens are those of the rooms."""
@@ -218,8 +230,8 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
             for room, kept in zip(pair, (layer.keys, layer.values)):
                 room[:, 20 - kept.shape[2]:20] = kept.transpose(1, 2)
         angles = torch.cat(parts.angles_at(torch.arange(64)[None])[0], -1)[0].contiguous()
-        candidate = persistent.candidates(step, parts, rooms, [angles])[0]
-        candidate.blocks = 3
+        with few_blocks(3):
+            candidate = persistent.candidates(step, parts, rooms, [angles])[0]
         got = candidate(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
     assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-3
 

@@ -146,7 +146,7 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
                 return of + 2 * (unit < QUERIES || last ? unit : 0);
             },
-            tag, work.watch, [=](int unit, u32 left, u32 right) {
+            tag, [=](int unit, u32 left, u32 right) {
                 at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
             });
         sync_first(THREADS);
@@ -185,14 +185,17 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
         over_cached(work, over, split, at, p.scale);
         work.next += over.tiles(split);
         sync_first(THREADS);
-        const int parts = WARPS + (last ? 1 : 0);
         ROLLED for (int unit = thread(); unit < GROUP * DIM / 2; unit += THREADS) {
             const int row = unit / (DIM / 2), d = unit % (DIM / 2) * 2, query = b * HEADS + head * GROUP + row;
-            float top = NONE, sum = 0, left = 0, right = 0;
-            for (int w = 0; w < parts; ++w) top = fmaxf(top, at.parts[(w * GROUP + row) * OUT_PITCH + DIM]);
-            for (int w = 0; w < parts; ++w) {
+            float top = NONE, sum = 0, left = 0, right = 0, tops[WARPS + 1];
+            UNROLL for (int w = 0; w <= WARPS; ++w) {      // the new token's part is the last
+                tops[w] = w < WARPS || last ? at.parts[(w * GROUP + row) * OUT_PITCH + DIM] : NONE;
+                top = fmaxf(top, tops[w]);
+            }
+            UNROLL for (int w = 0; w <= WARPS; ++w) {
+                if (w == WARPS && !last) continue;
                 const float* part = at.parts + (w * GROUP + row) * OUT_PITCH;
-                const float by = fast_exp2(part[DIM] - top);
+                const float by = fast_exp2(tops[w] - top);
                 sum += part[DIM + 1] * by;
                 left += part[d] * by;
                 right += part[d + 1] * by;
@@ -225,16 +228,15 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
             const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + place;
             u64 sum, part[EACH];
             bool all;
-            int spins = 0;
             do sum = peek(sums + min_int(lane(), many - 1));   // alone: what is asked for in vain delays the others
-            while (u32(sum >> 32) != tag && !in_vain(work.watch, spins));
+            while (u32(sum >> 32) != tag && !given_up());
             do {
                 all = true;
                 UNROLL for (int e = 0; e < EACH; ++e) {
                     part[e] = peek(parts + min_int(e * BESIDE + lane() / PIECE, many - 1) * (DIM / 2));
                     all &= u32(part[e] >> 32) == tag;
                 }
-            } while (!all && !in_vain(work.watch, spins));
+            } while (!all && !given_up());
             const float log_sum = lane() < many ? bits_float(u32(sum)) : NONE, before = top;
             top = fmaxf(top, warp_max(log_sum));
             const float by = fast_exp2(log_sum - top), rescale = fast_exp2(before - top);

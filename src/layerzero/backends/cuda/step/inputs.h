@@ -4,9 +4,8 @@
 
 // Polls COUNT pairs of words of a thread, from its n-th
 template <int UNITS, int COUNT, typename Place, typename Take>
-FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, const Take& take) {
+FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
     Words v[COUNT];
-    int spins = 0;
     bool all;
     do {
         all = true;
@@ -16,7 +15,7 @@ FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, con
             v[u] = peek2(place(unit));
             all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
         }
-    } while (!all && !in_vain(watch, spins));
+    } while (!all && !given_up());
     UNROLL for (int u = 0; u < COUNT; ++u) {
         const int unit = (n + u) * THREADS + thread();
         if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
@@ -25,19 +24,19 @@ FN void receive_some(int n, const Place& place, u32 tag, const Watch& watch, con
 
 // Polls UNITS pairs of words, at place(unit); take(unit, first value, second value)
 template <int UNITS, typename Place, typename Take>
-FN void receive_at(const Place& place, u32 tag, const Watch& watch, const Take& take) {
+FN void receive_at(const Place& place, u32 tag, const Take& take) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS);
     if constexpr (LATER_POLLS > FIRST_POLLS) {
         constexpr int REST = EACH - FIRST, TURNS = (REST + LATER_POLLS - 1) / LATER_POLLS;
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST>(0, place, tag, watch, take);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, watch, take);
+        receive_some<UNITS, FIRST>(0, place, tag, take);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, take);
     } else                                         // one code for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, watch, take);
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, take);
 }
 
-template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, const Take& take) {
-    receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, watch, take);
+template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Take& take) {
+    receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, take);
 }
 
 struct Scale { float by, inverse; };
@@ -83,11 +82,11 @@ template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]
 }
 
 // K values of each row of the batch, two to a word
-template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
+template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
     float peak[BATCH];
     UNROLL for (int b = 0; b < BATCH; ++b) {
         peak[b] = 0;
-        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
+        receive<K / 4>(from + b * (K / 2), tag, [&](int unit, u32 left, u32 right) {
             ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
             if (CODED)
                 peak[b] = fmaxf(fmaxf(peak[b], fmaxf(fabsf(low(left)), fabsf(high(left)))),
@@ -99,8 +98,7 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watc
 }
 
 // The residual, and its norm; `from` is null for the first layer, which gets what was embedded
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p,
-                    const Watch& watch) {
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
     u32 by[EACH];                                  // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
@@ -109,7 +107,7 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
         float* to = residual() + b * HIDDEN;
         float square = 0;
         if (from) {
-            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
+            receive<UNITS>(from + b * HIDDEN, tag, [&](int unit, u32 left, u32 right) {
                 const float l = bits_float(left), r = bits_float(right);
                 to[2 * unit] = l, to[2 * unit + 1] = r;
                 square += l * l + r * r;

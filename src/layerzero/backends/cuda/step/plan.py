@@ -299,7 +299,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FLIGHT": cfg.flight, "AHEAD": cfg.ahead, "CHUNK": cfg.chunk,
         "TOKENS": cached_tokens(shape.dim, cfg.tile), "COPIERS": cfg.copiers,
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
-        "SPLITS": splits, "STAMPS": int(cfg.stamps),
+        "SPLITS": splits, "GRID": blocks, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": TILED.index(tiled(shape, cfg)), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},

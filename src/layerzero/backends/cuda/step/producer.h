@@ -18,10 +18,10 @@ struct Producer {
     // Room for the next tile; null when the launch has given up
     FN_MEMBER u8* acquire() {
         const int stage = next % STAGES, round = next / STAGES;
-        if (round) wait(empty(stage), (round - 1) & 1, watch);
+        if (round) wait_watching(empty(stage), (round - 1) & 1, watch);
         const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
         if (flight < STAGES && next >= flight)
-            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
+            wait_watching(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
         if (shuffle(*lost(), 0)) return nullptr;
         issued = next + 1;
         return shared() + stage * STAGE;

@@ -74,6 +74,7 @@ FN float* residual() { return (float*)(shared() + RESIDUAL_AT); }
 FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
+constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 FN float* peaks(bool of_odd_x) { return sums() + (of_odd_x ? 2 : 1) * (BATCH * WARPS); }
@@ -104,13 +105,23 @@ OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
     return true;
 }
 
-// To be called in a loop that waits: is there no point in it any more?
+// The first warp that copies watches the time, in all of its waits and until the others are done. Those
+// only look whether it has given up: that is little code, which all of their waits have.
+FN bool given_up() {
+    yield();
+    return *lost();
+}
+
+FN void wait(u64* mbarrier, u32 parity) {
+    while (!mbarrier_passed(mbarrier, parity) && !given_up());
+}
+
 FN bool in_vain(const Watch& watch, int& spins) {
     yield();
     return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
 }
 
-FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
+FN void wait_watching(u64* mbarrier, u32 parity, const Watch& watch) {
     int spins = 0;
     while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
 }
@@ -118,13 +129,13 @@ FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
 struct Share {
     int begin, count;
-    FN_MEMBER int item(int n) const { return begin + n * grid_x(); }
+    FN_MEMBER int item(int n) const { return begin + n * GRID; }
 };
 
 FN Share take(int& first, int items) {
-    const int begin = block_x() >= first ? block_x() - first : block_x() - first + grid_x();
-    first = (first + items) % grid_x();
-    return {begin, begin < items ? (items - begin + grid_x() - 1) / grid_x() : 0};
+    const int begin = block_x() >= first ? block_x() - first : block_x() - first + GRID;
+    first = (first + items) % GRID;
+    return {begin, begin < items ? (items - begin + GRID - 1) / GRID : 0};
 }
 
 // How the attention of one layer is split. A worker has one KV head of one row of the batch.
@@ -184,17 +195,16 @@ struct Target {
 };
 
 struct Consumer {
-    const Watch& watch;
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
-        wait(full(number % STAGES), (number / STAGES) & 1, watch);
+        wait(full(number % STAGES), (number / STAGES) & 1);
         return shared() + number % STAGES * STAGE;
     }
 
     // Of a stage that another warp had before: until that has released it the parity of `full` says nothing.
     FN_MEMBER void wait_for_stage(int number) const {
-        if (number >= STAGES) wait(empty(number % STAGES), (number / STAGES - 1) & 1, watch);
+        if (number >= STAGES) wait(empty(number % STAGES), (number / STAGES - 1) & 1);
     }
 
     FN_MEMBER void release(int number) const {
@@ -300,7 +310,7 @@ struct Consumer {
 };
 
 #if STAMPS
-#define STAMP(phase, kind) if (thread() == 0) p.stamps[(i64(phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
+#define STAMP(phase, kind) if (thread() == 0) p.stamps[(i64(phase) * 2 + kind) * GRID + block_x()] = clock_ns()
 #else
 #define STAMP(phase, kind)
 #endif
@@ -315,9 +325,9 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
 #if STAMPS
-    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
+    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * GRID + block_x();
     if (thread() == 0) {
-        whole[2 * grid_x()] = whole[grid_x()];     // when the launch before ended
+        whole[2 * GRID] = whole[GRID];     // when the launch before ended
         whole[0] = clock_ns();
     }
 #endif
@@ -363,13 +373,15 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             if (*lost()) break;
         }
         if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+        int spins = 0;
+        while (*phase_now() != ALL_DONE && !in_vain(watch, spins));
         if (*lost()) {                             // nothing may land after the block has ended
             const u64 begin = clock_ns();
             for (int n = max_int(0, work.issued - STAGES); n < work.issued; ++n)
                 while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
         }
     } else {
-        Consumer work = {watch, 0, 0, 0};
+        Consumer work = {0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
         Layer at = p.layers[0], following = at;    // the next one is asked for early
@@ -383,9 +395,9 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             }
             if (part % 2 == 0)
                 load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
-                            even_x(), is_last, p, watch);
-            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
-            else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
+                            even_x(), is_last, p);
+            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
+            else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;
@@ -415,14 +427,16 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
                 if (over.splits > 1) merge(work, over, words, tag);
             }
         }
+        sync_first(THREADS);
+        if (thread() == 0) *phase_now() = ALL_DONE;
     }
     sync_block();
 #if STAMPS
-    if (thread() == 0) whole[grid_x()] = clock_ns();
+    if (thread() == 0) whole[GRID] = clock_ns();
 #endif
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised
         publish();
-        if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {
+        if (atomic_add(p.control + 1, 1u) == u32(GRID) - 1) {
             p.control[1] = 0;
             p.control[0] = launch;
             for (int n = 0; n <= BATCH; ++n) p.state[n] += 1;

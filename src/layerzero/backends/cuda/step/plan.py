@@ -261,17 +261,22 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
     return None
 
 
-def candidate_configs(shape: Shape, machine: Machine, limit: int = 2) -> list[Config]:
+def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     """Returns the configurations that are worth a trial, the likeliest first, as measured on an
     H200: a tile is a whole row that is little longer than others; fewer stages where what is kept
-    of x leaves less room."""
+    of x leaves less room. Tensor cores are faster where hand-overs take most of the time, that is
+    where the hidden size is small: a tile then has half of its rows."""
     tile, row = Config().tile, 2 * shape.inner
     size = row if tile < row <= tile * 9 // 8 else tile
-    wanted = CODED if shape.codes else tuple(
-        Config(warps, stages, stages, tile=size)
-        for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6)))
-    fitting = [cfg for cfg in wanted if shared_layout(shape, cfg).bytes <= machine.shared]
-    return fitting[:limit] or [Config(2, 4, 4)]
+    by_rows = [Config(warps, stages, stages, tile=size)
+               for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
+    wide = max(tile, CODE_ROWS * shape.hidden)
+    by_tensor_cores = [Config(4, stages, stages, tile=size, first_polls=4, later_polls=4,
+                              tensor_cores=True)
+                       for stages, size in ((12, wide), (8, wide), (12, tile), (8, tile))]
+    fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
+               for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows, by_tensor_cores])]
+    return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]
 
 
 def default_config(shape: Shape, machine: Machine) -> Config:
@@ -345,9 +350,10 @@ class PersistentStep:
         device, machine = embed.device, compiler.machine_of(embed.device)
         self.shape, self.cfg, self.blocks = shape, cfg, grid_blocks(shape, cfg, machine)
         sizes = (shape.hidden, shape.heads * shape.dim, shape.hidden, shape.inner)
-        scales = [tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2)
-                        if shape.codes == "int4" else t for n, (t, k) in enumerate(
-                            zip(at.scales, sizes))) for at in layers]
+        scales: list[tuple[Tensor | None, ...]] = [
+            tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2) if shape.codes == "int4"
+                  else t for n, (t, k) in enumerate(zip(at.scales, sizes)))
+            for at in layers]
         if tiled(shape, cfg) == "bfloat16":
             scales = [(None,) * len(sizes)] * len(layers)
         self._tensors, self._scales = (layers, embed, norm, head), scales

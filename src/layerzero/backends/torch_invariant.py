@@ -23,6 +23,7 @@ from ..ops.linear import OP as linear
 from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
+from .torch_linear import within_32_bits
 
 MAX_GRID = 65535                               # sequences of one launch, and heads
 FLASH, EFFICIENT = SDPA_BACKENDS[:2]
@@ -42,7 +43,7 @@ def _linear() -> Callable[..., Any]:
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
-        weight_of, bias_of = _for_each_row(weight), _for_each_row(bias)
+        weight_of, bias_of = _for_each_row(within_32_bits(weight)), _for_each_row(bias)
         # a copy of its own: what a library computes may depend on how a row is aligned
         rows = [product(row.clone(), weight_of().t())
                 for row in x.reshape(-1, 1, x.shape[-1]).unbind()]

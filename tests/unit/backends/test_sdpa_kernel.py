@@ -13,7 +13,8 @@ from helpers import ATTENTION, Fake, path_of, qkv, register
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.machine import faults
+from layerzero.backends._sequences import with_plain_gradient
+from layerzero.machine import faults, loading
 from layerzero.operate import recording
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.errors import NamedKernelRefused, NoKernelFoundError, RegistrationError
@@ -244,3 +245,34 @@ def test_a_mask_that_was_remembered_in_inference_mode_serves_a_call_that_trains(
         torch.testing.assert_close(
             lz.attention(*args, causal_align=align, backend="torch.sdpa_bias"),
             lz.attention(*args, causal_align=align, backend="reference.attention"))
+
+
+# With CUDA torch.sdpa has a function of its own, since cuDNN misreads a gradient with gaps.
+
+class _Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(grad)
+        return grad * 2, None
+
+
+def test_a_backward_gets_a_gradient_without_gaps():
+    x, seen, grad = torch.randn(2, 3, 4, requires_grad=True), [], torch.randn(2, 3, 8)[..., ::2]
+    out = with_plain_gradient(_Seen.apply(x, seen))
+    (got,) = torch.autograd.grad(out, x, grad)
+    assert seen[0].is_contiguous() and torch.equal(seen[0], grad) and torch.equal(got, grad * 2)
+    assert with_plain_gradient(x.detach()).grad_fn is None
+
+
+def test_sdpa_with_cuda_serves_as_without(monkeypatch):
+    kernel = worlds.current().catalog.by_id["torch.sdpa"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    out = loading.load(kernel)(query, key, value, is_causal=True, scale=0.3)
+    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True))

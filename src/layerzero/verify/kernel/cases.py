@@ -57,6 +57,12 @@ def case_key(case: Case) -> str:
     return json.dumps(dict(case), sort_keys=True, default=str)
 
 
+@lru_cache(maxsize=64)
+def own_keys(op: Op) -> frozenset[str]:
+    """Returns the keys of the op's own cases."""
+    return frozenset(map(case_key, op.cases))
+
+
 def cases_for(op: Op, lane: str, seed: int = 0) -> tuple[Case, ...]:
     """Returns the op's own cases, then those the lane adds; deterministic for a lane and seed."""
     return _cases(op, lane, seed)
@@ -329,7 +335,7 @@ def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
     """Returns every dtype for the op's own cases; for the others the widest and the narrowest
     mantissa, in the quick lane one of them."""
-    if any(case_key(case) == case_key(c) for c in op.cases) or lane == "stress":
+    if case_key(case) in own_keys(op) or lane == "stress":
         return op.dtypes
     wide_and_narrow = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     if lane == "quick" and case not in op.stress:      # one of the two, as it falls

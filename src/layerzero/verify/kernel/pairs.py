@@ -132,6 +132,7 @@ def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
     return facts
 
 
+@lru_cache(maxsize=256)
 def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
     """Chooses the combinations that the kernel accepts, each for the pairs it adds."""
     here = hardware.probe(device).facts()

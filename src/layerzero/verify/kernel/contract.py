@@ -48,6 +48,7 @@ from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.plan import Transform
 from ...spec.reason import Reason
+from .case_sizes import relative_size
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
 from .judging import Judgement, judge_result, largest, same
@@ -79,6 +80,7 @@ from .shared import (
 JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
 FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
 RETRIES = 6
+SMALL = 4.0                                    # a case of so many times the default sizes
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def case_outline(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu
                  seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case for one who asks for shapes, dtypes and strides alone: normal
     numbers are zeros where nobody has drawn them yet, which is most of the cost of a large case."""
-    if any(p.kind == "object" for p in op.params):     # making a BlockMask costs more than numbers
+    # making a BlockMask costs more than numbers, and a small case is most often run as well
+    if any(p.kind == "object" for p in op.params) or relative_size(op, case) <= SMALL:
         return case_values_to_read(op, case, dtype, device, seed)
     kept = kept_values(op, case_contents(case, dtype, device, seed))
     if kept is not None:
@@ -245,8 +248,7 @@ def exact_results(op: Op, values: Mapping[str, Any], key: Hashable | None) -> tu
     return _results_once(op, values, lambda: upcast(values), contents and ("exact", contents))
 
 
-def _results_once(op: Op, values: Mapping[str, Any],
-                  arguments: Callable[[], Mapping[str, Any]],
+def _results_once(op: Op, values: Mapping[str, Any], arguments: Callable[[], Mapping[str, Any]],
                   key: Hashable | None) -> tuple[Any, ...]:
     def compute() -> tuple[Any, ...]:
         inputs = {storage_address(v) for v in values.values() if isinstance(v, Tensor)}
@@ -458,18 +460,15 @@ def _compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> It
         yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")
 
 
-def _nondeterminism(results: Sequence[tuple[Tensor, ...]],
-                    jit: bool = False) -> Iterator[Complaint]:
-    """Compares the runs. Of what is compiled not the second: memory is poisoned in torch's
-    deterministic mode, for which it compiles another variant, with sums in another order."""
-    first = results[0]
-    for i, other in enumerate(results[1:]):
-        if jit and i == 0:
-            continue
+def _nondeterminism(results: Sequence[tuple[Tensor, ...]], jit: bool) -> Iterator[Complaint]:
+    """Compares the runs. Of what is compiled not the one over poisoned memory, which is made in
+    torch's deterministic mode: for it torch compiles another variant."""
+    first, poisoned, *others = results
+    for other in others if jit else (poisoned, *others):
         if not all(map(same, first, other)):
             worst = max(largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
             yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
-                ", the second over poisoned memory" if i == 0 else ""))
+                ", the second over poisoned memory" if other is poisoned else ""))
             return
 
 

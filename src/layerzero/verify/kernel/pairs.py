@@ -22,13 +22,13 @@ from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from .case_sizes import numbers_of
 from .cases import (
     MAX_ELEMENTS,
     MAX_FLOPS,
     Case,
     is_accepted,
     is_degenerate,
-    numbers_of,
     relative_cost,
 )
 from .contract import (

@@ -180,4 +180,4 @@ def _bytes_of(value: Any) -> int:
         value = value.values()
     elif not isinstance(value, (tuple, list)):
         return 0
-    return sum(map(_bytes_of, value))
+    return sum(_bytes_of(v) for v in value if isinstance(v, (Tensor, Mapping, tuple, list)))

@@ -35,7 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ from .shared import (
 JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
 FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
 RETRIES = 6
+HALF = {torch.float16, torch.bfloat16}
 SMALL = 4.0                                    # a case of so many times the default sizes
 
 
@@ -329,24 +330,24 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
             if prepared is None:
                 return result("skipped", detail="does not apply")
             began = time.process_time()
-            outcome = _runs(kernel, prepared, device, circumstance.runs)
+            results, complaints = _runs(kernel, prepared, device, circumstance.runs)
             seconds = time.process_time() - began
     except loading.LoadFailed as e:
         return result("skipped", (e.reason,))
     except FAULTS as e:
         return result("failed", complaints=[Complaint("fault", str(reason_of(e, classify(e))))])
-    values, complaints = prepared, list(outcome.complaints)
+    values = prepared
     if not op.tensors:
-        complaints += _compare_values(outcome.results, formula(op, values))
+        complaints += _compare_values(results, formula(op, values))
         return result("failed" if complaints else "passed", complaints=complaints)
-    first, second = outcome.results[:2]
+    first, second = results[:2]
     with torch.no_grad():
         # after a kernel that changed its inputs they are not those of the case
         key = (case_contents(case, dtype, device, seed)
                if circumstance is AS_DECLARED and not complaints else fingerprint(values))
         exact, eager = exact_results(op, values, key), eager_results(op, values, key)
         declared = results_of(op.meta(**values))
-    complaints += [*find_wrong_shapes(first, declared), *find_aliasing(outcome.results, values)]
+    complaints += [*find_wrong_shapes(first, declared), *find_aliasing(results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
     def judge(budget: Sequence[Tensor | None]) -> list[Judgement]:
@@ -360,7 +361,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
             judgements = judge(compute_once(op, key and ("budget", dtype, key), lambda: (
                 rounding_budget(lambda v: formula(op, v), values, upcast(values), exact, dtype))))
     if kernel.deterministic:
-        complaints += _nondeterminism(outcome.results, kernel.jit)
+        complaints += _nondeterminism(results, kernel.jit)
     complaints += [c for j in judgements for c in j.complaints]
     worst = max(judgements, key=lambda j: j.ratio)
     errors = (worst.error, worst.eager_error, worst.ratio)
@@ -396,13 +397,9 @@ def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[Ca
     return max(e for e, _, _ in runs) <= allowed
 
 
-class _Outcome(NamedTuple):
-    results: tuple[tuple[Any, ...], ...]       # per run
-    complaints: tuple[Complaint, ...]
-
-
-def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Outcome:
-    """Runs the kernel several times on the same values and checks its side effects."""
+def _runs(kernel: Kernel, values: dict[str, Any], device: str,
+          runs: int) -> tuple[list[tuple[Any, ...]], list[Complaint]]:
+    """Runs the kernel several times; returns the results of each run and what it did besides."""
     load_once(kernel)                          # loading may set up what a call must not
     guarded_values = guarded(values)
     before, guarded_before = snapshot(values), snapshot(guarded_values)
@@ -442,13 +439,16 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Ou
     complaints += [Complaint("aliasing", f"result {i} changed when the kernel was called again")
                    for i, (a, b) in enumerate(zip(results[0], copies))
                    if isinstance(a, Tensor) and not same(a, b)]
-    return _Outcome(tuple(results), tuple(dict.fromkeys(complaints)))
+    return results, [*dict.fromkeys(complaints)]
 
 
 def changed_by_formula(op: Op, values: dict[str, Any], device: str) -> list[str]:
-    """Returns what the formula changes of the process by itself, and leaves that as it does."""
+    """Returns what the formula changes of the process by itself, or a linear layer of torch at the
+    same dtype, and leaves that as they do."""
     before = process_state(device)
     formula(op, values)
+    for dtype in {v.dtype for v in values.values() if isinstance(v, Tensor)} & HALF:
+        torch.nn.functional.linear(*torch.ones((2, 32, 32), dtype=dtype, device=device))
     after = process_state(device)
     return [name for name in before if before[name] != after[name]]
 

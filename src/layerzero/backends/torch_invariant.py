@@ -24,7 +24,6 @@ from ..ops.linear import OP as linear
 from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
-from .torch_linear import within_32_bits
 
 ALIGNMENT = 64                                 # bytes, of what torch allocates on a CPU
 MAX_GRID = 65535                               # sequences of one launch, and heads
@@ -56,7 +55,9 @@ def _linear() -> Callable[..., Any]:
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
-        transposed_of = _for_each_row(within_32_bits(weight).t())
+        # rows that are 2^31 elements apart are more than cuBLAS counts
+        far_apart = weight.is_cuda and weight.stride(0) >= (1 << 31) - 1
+        transposed_of = _for_each_row((weight.contiguous() if far_apart else weight).t())
         bias_of = _for_each_row(bias)
         rows = [product(row, transposed_of())
                 for row in _aligned_parts(x.reshape(-1, 1, x.shape[-1]), x.dtype)]

@@ -31,19 +31,13 @@ POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""),
 _PACKED_ROWS = 32          # rows that a weight is packed for; nearly as good for other numbers
 
 
-def _linear() -> Direct | Callable[..., Any]:
+def _linear() -> Direct:
     def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   activation: str | None = None) -> Tensor:
-        out = F.linear(within_32_bits(x), within_32_bits(weight), bias)
+        out = F.linear(x, weight, bias)
         return out if activation is None else activate(out, activation)
 
-    return (direct(F.linear, "x", "weight", "bias", otherwise=activated)
-            if torch.version.cuda is None else activated)
-
-
-def within_32_bits(t: Tensor) -> Tensor:
-    """Returns the tensor, copied where rows are 2^31 elements apart: cuBLAS refuses those."""
-    return t.contiguous() if t.is_cuda and max(t.stride(), default=0) >= (1 << 31) - 1 else t
+    return direct(F.linear, "x", "weight", "bias", otherwise=activated)
 
 
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Tensor], Tensor]]:

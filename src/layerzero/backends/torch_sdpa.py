@@ -76,17 +76,12 @@ def _entry(name: str) -> Callable[..., Any]:
 GROUPS = ByFact("group", 1, False, True)
 
 
-def _sdpa() -> Direct | Callable[..., Any]:
-    if torch.version.cuda is None:             # no frame is needed for cuDNN's sake
-        return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value",
-                      "attn_mask", "dropout_p", "is_causal", scale="scale", enable_gqa=GROUPS)
-
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None) -> Tensor:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                    enable_gqa=query.shape[1] != key.shape[1])
-
-    return run
+def _sdpa() -> Direct:
+    torchs_own = torch.nn.functional.scaled_dot_product_attention
+    return direct(torchs_own if torch.version.cuda is None else ByFact("grad", False, torchs_own,
+                                                                       sdpa),
+                  "query", "key", "value", "attn_mask", "dropout_p", "is_causal", scale="scale",
+                  enable_gqa=GROUPS)
 
 
 def _sdpa_bias() -> Callable[..., Any]:

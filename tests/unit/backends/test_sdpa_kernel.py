@@ -13,10 +13,13 @@ from helpers import ATTENTION, Fake, path_of, qkv, register
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.backends._sequences import with_plain_gradient
+from layerzero.backends._sequences import sdpa, with_plain_gradient
+from layerzero.dispatch.binding import bind
+from layerzero.dispatch.facts import read
 from layerzero.machine import faults, loading
 from layerzero.operate import recording
 from layerzero.operate.inspection import dispatcher_of
+from layerzero.selection.key import fixed_by_key
 from layerzero.spec.errors import NamedKernelRefused, NoKernelFoundError, RegistrationError
 from layerzero.spec.kernel import SDPA, SDPA_BACKENDS
 from layerzero.spec.reason import Code
@@ -269,10 +272,26 @@ def test_a_backward_gets_a_gradient_without_gaps():
     assert with_plain_gradient(x.detach()).grad_fn is None
 
 
-def test_sdpa_with_cuda_serves_as_without(monkeypatch):
+def test_sdpa_with_cuda_is_torchs_own_where_no_gradient_is_asked_for(monkeypatch):
     kernel = worlds.current().catalog.by_id["torch.sdpa"]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    call, torchs_own = loading.load(kernel), torch.nn.functional.scaled_dot_product_attention
+    assert call.resolve({"grad": False}).fn is torchs_own
+    assert call.resolve({"grad": True}).fn is call.resolve({}).fn is sdpa
     query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    out = loading.load(kernel)(query, key, value, is_causal=True, scale=0.3)
-    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.3, enable_gqa=True))
+    values = {p.name: p.default for p in ATTENTION.params} | {
+        "query": query, "key": key, "value": value, "is_causal": True, "scale": 0.3}
+    bound = [bind(ATTENTION, kernel, call, (), "bhsd", {"grad": grad}) for grad in (False, True)]
+    assert [b.operator is not None for b in bound] == [True, False]
+    for binding in bound:
+        out = binding.run(*(values[p.name] for p in ATTENTION.params))
+        assert torch.equal(out, torchs_own(query, key, value, is_causal=True, scale=0.3,
+                                           enable_gqa=True))
+
+
+def test_whether_a_gradient_is_asked_for_is_fixed_by_a_key():
+    program = worlds.current().program(ATTENTION)
+    for wants_grad in (False, True):
+        values = {p.name: p.default for p in ATTENTION.params} | dict(
+            zip(("query", "key", "value"), (t.requires_grad_(wants_grad) for t in qkv())))
+        assert fixed_by_key(program, read(ATTENTION, values))["grad"] is wants_grad

@@ -283,8 +283,10 @@ def _placed(memory: tuple[bytearray, torch.dtype, torch.Size], contents: Tensor)
 
 
 class FarApart(Circumstance):
-    """Rows of one tensor span 2^31 elements. This takes gigabytes of address space, not of
-    memory."""
+    """Rows of one tensor span 2^31 elements. This takes gigabytes of address space, not of memory.
+    cuBLAS counts in 32 bits, and raises where two rows are so far apart."""
+
+    may_be_refused = True
 
     def __init__(self, tensor: str) -> None:
         self.tensor, self.name = tensor, f"{tensor} with rows 2^31 elements apart"

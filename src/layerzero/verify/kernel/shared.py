@@ -149,6 +149,8 @@ def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
         if callable(value):                    # of a BlockMask; copies of it have the same
             functions.append(value)
             continue
+        if isinstance(value, torch.Generator) and value.device.type == "cpu":
+            value = value.get_state()          # the formula draws from a copy of it
         if not _is_plain(value):
             return None
         if not isinstance(value, Tensor):

@@ -23,6 +23,7 @@ from ..kernel.contract import (
     call,
     case_contents,
     case_refusals,
+    case_tensors,
     case_values,
     changed_by_formula,
     check_case,
@@ -40,6 +41,7 @@ ROUNDS = 3                                     # of calls, after which memory is
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
+LONG_S = 0.2                                   # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
 
@@ -198,17 +200,21 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
 
     A case comes with others that take its place where the contract does not allow it: all of them,
     or the first that it allows. After `limit_s` of CPU time in the kernel the rest is left
-    out, as the result says: what computes one row at a time takes minutes for them.
+    out, as the result says, and before it what would take longer still, by what its rows took so
+    far: what computes one row at a time takes minutes for them.
     """
-    ran, left, spent = 0, 0, 0.0
+    ran, left, spent, for_a_row = 0, 0, 0.0, 0.0
     for first, *others in cases:
-        if spent > limit_s:
+        if spent > limit_s or (for_a_row and spent + for_a_row * _rows(kernel.op, first, dtype)
+                               > 2 * limit_s):
             left += 1
             continue
         for case in (first, *others):
             right, seconds = _looks_right(kernel, case, dtype, device, seed)
             ran += right is not None
             spent += seconds
+            if seconds > LONG_S:
+                for_a_row = max(for_a_row, seconds / _rows(kernel.op, case, dtype))
             if right is False:
                 judged = check_case(kernel, case, dtype, device, seed)
                 if judged.status == "failed":
@@ -218,6 +224,14 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
     return _result(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
                    "passed" if ran else "skipped", detail=f"{ran} calls" + (
                        f"; {left} {LEFT_OUT} {limit_s:g} s" if left else ""))
+
+
+def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:
+    try:
+        main = case_tensors(op, case, dtype)[op.main_tensor]
+    except FAULTS:                             # it makes no call
+        return 1
+    return max(main.numel() // max(main.shape[-1], 1) if main.dim() else 1, 1)
 
 
 def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports: before a fork
 
 from layerzero.machine import hardware, loading
 from layerzero.spec.kernel import Kernel

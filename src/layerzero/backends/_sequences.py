@@ -1,4 +1,5 @@
-"""Sequences with torch alone: one packed sequence of attention, and tokens cut into chunks."""
+"""Sequences with torch alone: its attention, one packed sequence of it, and tokens cut into chunks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +17,27 @@ from ._pages import cpu_flash
 
 # FlashAttention takes the largest score before it multiplies by the scale.
 POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
+# On a GPU heads are an axis of the grid: more of them fail to launch, or are not computed.
+HEADS_OF_A_LAUNCH = r.when(r.device("cuda"),
+                           r.at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
+         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+         enable_gqa: bool = False) -> Tensor:
+    """Torch's attention. On CUDA it may choose cuDNN, whose backward misreads a gradient with gaps
+    (torch 2.11, H200): it gets one without."""
+    out = scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale,
+                                       enable_gqa=enable_gqa)
+    return with_plain_gradient(out) if out.is_cuda else out
+
+
+def with_plain_gradient(out: Tensor) -> Tensor:
+    """Returns a result whose backward gets a contiguous gradient. Torch's compiler makes it so by
+    itself, and allows no hook."""
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(Tensor.contiguous)
+    return out
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None,
@@ -42,8 +64,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
         mask, dead = _mask_of(bias, hidden, query.dtype), _dead_rows(hidden)
     if query.device.type != "cpu":             # its kernels know grouped heads, and split the keys
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, mask, 0.0, square, scale=scale,
-                                           enable_gqa=True)[0].transpose(0, 1)
+        out = sdpa(q, k, v, mask, 0.0, square, scale=scale, enable_gqa=True)[0].transpose(0, 1)
         return out if dead is None else out.masked_fill(dead[:, None, None], 0.0), None
     if mask is not None and mask.dim() > 2:
         mask = mask[0].unflatten(0, (kv_heads, -1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,14 +21,13 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
+from ._sequences import HEADS_OF_A_LAUNCH, sdpa
 
 # Bytes of a mask that is made as a whole: asking the mask_mod per block takes milliseconds.
 AT_ONCE = 1 << 24
 
 
 def _rows() -> Callable[..., Any]:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
     def run(query: Tensor, key: Tensor, value: Tensor, block_mask: Any,
             scale: float | None = None) -> Tensor:
         (seq_q, seq_k), (size_q, size_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
@@ -75,12 +75,25 @@ def _flex() -> Callable[..., Any]:
         def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
+        own = tuple(block_mask.shape[i] == query.shape[i] for i in range(2))
         attend = compiled(query.dtype, query.shape[1], query.shape[3], key.shape[1],
-                          value.shape[3], softcap, return_lse, torch.is_grad_enabled(),
+                          value.shape[3], softcap, return_lse, torch.is_grad_enabled(), own,
                           getattr(block_mask.mask_mod, "__code__", block_mask.mask_mod))
-        return attend(query, key, value, cap if softcap else None, block_mask, scale, return_lse)
+        return attend(query, key, value, cap if softcap else None, asked_of_its_own(
+            block_mask, *own), scale, return_lse)
 
     return run
+
+
+def asked_of_its_own(block_mask: Any, own_batch: bool, own_heads: bool) -> Any:
+    """Returns a mask whose mask_mod is asked for batch or head 0 where the mask has one for all:
+    flex_attention asks for the query's."""
+    if own_batch and own_heads:
+        return block_mask
+    mask_mod, shared = block_mask.mask_mod, copy(block_mask)
+    shared.mask_mod = lambda b, h, q, k: mask_mod(b if own_batch else b * 0,
+                                                  h if own_heads else h * 0, q, k)
+    return shared
 
 
 ON_CPU = r.device("cpu")
@@ -95,7 +108,7 @@ KERNELS = (
            less_work="skips the blocks that the mask hides",
            requires=(r.device("cpu", "cuda"), r.at_least("batch", 1, Code.EMPTY_INPUT),
                      r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
-                     r.off("return_lse", Code.LSE_UNSUPPORTED), *ON_16_BYTES),
+                     r.off("return_lse", Code.LSE_UNSUPPORTED), HEADS_OF_A_LAUNCH, *ON_16_BYTES),
            note="reads the block lists on the host"),
     Kernel("torch.block_sparse_flex", block_sparse_attention, _flex, prior=8.0, overhead_us=60.0,
            jit=True, traceable=False, untested=True,

@@ -24,7 +24,7 @@ from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
 from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
-from ._sequences import POSITIVE_SCALE, attend_rows
+from ._sequences import HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows
 
 Rows = Union[Tensor, slice]                    # where an item's keys lie in the buffer
 
@@ -300,7 +300,7 @@ KERNELS = (
            baseline=True, workspace="16 * tokens * heads * head_dim"),
     Kernel("torch.grouped_separate", grouped_attention, _separate, sdpa_backend=SDPA, prior=3.0,
            overhead_us=50.0, baseline=True, graph_safe=False, traceable=False,
-           requires=(HALF_OFF_CPU,), note=ON_HOST),
+           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH), note=ON_HOST),
     Kernel("torch.grouped_varlen", grouped_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
            prior=8.0, overhead_us=100.0, graph_safe=False, traceable=False,
            workspace="itemsize * n_items * max_seqlen_k * kv_heads * (head_dim + head_dim_v)",

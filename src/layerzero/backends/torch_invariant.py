@@ -10,11 +10,12 @@ on every device, with gradients, and where nothing is compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..ops.attention import OP as attention
 from ..ops.formulas.common import FLOATS, position_terms
@@ -24,6 +25,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
 
+ALIGNMENT = 64                                 # bytes, of what torch allocates on a CPU
 MAX_GRID = 65535                               # sequences of one launch, and heads
 FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
@@ -37,15 +39,28 @@ def _for_each_row(t: Tensor | None) -> Callable[[], Any]:
     return lambda: wide.to(t.dtype)
 
 
+def _aligned_parts(t: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Returns copies of t[0], t[1] and so on that are aligned as every tensor of its own is: what a
+    library computes may depend on that. On the CPU they are parts of one copy."""
+    if t.device.type != "cpu":
+        return [part.to(dtype, copy=True) for part in t.unbind()]
+    flat = t.flatten(1)
+    padding = -flat.shape[1] % (ALIGNMENT // dtype.itemsize)
+    copied = F.pad(flat.to(dtype), (0, padding))[:, :flat.shape[1]]
+    return copied.unflatten(1, t.shape[1:]).unbind()
+
+
 def _linear() -> Callable[..., Any]:
     product = torch.mm
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
-        weight_of, bias_of = _for_each_row(weight), _for_each_row(bias)
-        # a copy of its own: what a library computes may depend on how a row is aligned
-        rows = [product(row.clone(), weight_of().t())
-                for row in x.reshape(-1, 1, x.shape[-1]).unbind()]
+        # rows that are 2^31 elements apart are more than cuBLAS counts
+        far_apart = weight.is_cuda and weight.stride(0) >= (1 << 31) - 1
+        transposed_of = _for_each_row((weight.contiguous() if far_apart else weight).t())
+        bias_of = _for_each_row(bias)
+        rows = [product(row, transposed_of())
+                for row in _aligned_parts(x.reshape(-1, 1, x.shape[-1]), x.dtype)]
         if activation is not None:
             rows = [activate(row if bias is None else row + bias_of(), activation) for row in rows]
         out = torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
@@ -77,11 +92,8 @@ def _attention() -> Callable[..., Any]:
             sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
             return product(torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0), value)
 
-        queries, out = query.flatten(0, 1).unbind(), []
-        for i, pair in enumerate(zip(key.flatten(0, 1).unbind(), value.flatten(0, 1).unbind())):
-            keys, values = (t.to(wide, copy=True) for t in pair)
-            out += [attend(q.to(wide, copy=True), keys, values)
-                    for q in queries[i * group:(i + 1) * group]]
+        queries, keys, values = (_aligned_parts(t.flatten(0, 1), wide) for t in (query, key, value))
+        out = [attend(q, keys[i // group], values[i // group]) for i, q in enumerate(queries)]
         return torch.stack(out).view(batch, heads, seq_q, value.shape[3]).to(query.dtype)
 
     return run

@@ -371,5 +371,7 @@ KERNELS = (
     Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0,
            differentiable=False,
            requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8),
-                     r.multiple_of("inner", 8), r.contiguous("w_gate_up"), r.contiguous("w_down"))),
+                     r.multiple_of("inner", 8), r.contiguous("w_gate_up"), r.contiguous("w_down"),
+                     *(r.when(r.device("cuda"), r.aligned(name, 16))
+                       for name in ("w_gate_up", "w_down")))),
 )

@@ -36,6 +36,7 @@ from ._pages import (
     gather_visible,
     is_checkable,
 )
+from ._sequences import HEADS_OF_A_LAUNCH, sdpa
 
 # gather: any device
 
@@ -73,8 +74,7 @@ def gather_attention(
         else:
             q = group_heads(query[rows], key.shape[1])
             k, v = (t.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for t in (key, value))
-            attended = scaled_dot_product_attention(q, k, v, None if hidden is None else ~hidden,
-                                                    0.0, square, scale=scale)
+            attended = sdpa(q, k, v, None if hidden is None else ~hidden, 0.0, square, scale=scale)
             out[rows] = ungroup_heads(attended)
         if is_causal and count > s.length:     # torch's kernels differ on rows that see no key
             out[s.first:s.last - s.length] = 0
@@ -169,10 +169,6 @@ SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
-
-# On a GPU heads are an axis of the grid.
-HEADS_OF_A_LAUNCH = r.when(r.device("cuda"),
-                           r.at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
 
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,

@@ -21,6 +21,7 @@ from ..ops.formulas.common import FLOATS, position_terms
 from ..spec import rules as r
 from ..spec.kernel import SDPA, SDPA_BACKENDS, ByFact, Const, Direct, Kernel, direct
 from ..spec.reason import Code
+from ._sequences import sdpa
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
@@ -76,14 +77,15 @@ GROUPS = ByFact("group", 1, False, True)
 
 
 def _sdpa() -> Direct:
-    return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value",
-                  "attn_mask", "dropout_p", "is_causal", scale="scale", enable_gqa=GROUPS)
+    torchs_own = torch.nn.functional.scaled_dot_product_attention
+    return direct(torchs_own if torch.version.cuda is None else ByFact("grad", False, torchs_own,
+                                                                       sdpa),
+                  "query", "key", "value", "attn_mask", "dropout_p", "is_causal", scale="scale",
+                  enable_gqa=GROUPS)
 
 
 def _sdpa_bias() -> Callable[..., Any]:
     """torch's own choice, with everything that depends on position folded into an additive mask."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
             dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, *,
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
@@ -315,19 +317,20 @@ SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for r
     r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
 # Above it torch's memory-efficient kernel is not compiled, and torch chooses it all the same.
 EFFICIENT_DIM = r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536)
+# Grids have batch and heads on axes that are limited to 65535. Torch's own choice launches more all
+# the same, and leaves part of the result unwritten (torch 2.11, H200).
+GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
 # On CUDA torch may choose cuDNN or flash, which need alignment, or pad, which copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     r.when(r.device("cuda"), MASK_ON_16_BYTES),
-    *(r.when(r.device("cuda"), rule) for rule in EFFICIENT_DIM),
+    *(r.when(r.device("cuda"), rule) for rule in (*EFFICIENT_DIM, *GRID)),
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[r.Condition, ...] = (
     r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT,
     NO_SOFTCAP)
 CUDA = (r.device("cuda"), r.vendor("nvidia"))
-# Grids have batch and heads on axes that are limited to 65535.
-GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
 CUDA_FLASH: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
     r.at_most("head_dim", 256),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
@@ -17,7 +16,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._pages import empty_result
-from ._sequences import POSITIVE_SCALE, attend_rows
+from ._sequences import HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows, sdpa
 
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
@@ -122,8 +121,8 @@ def per_sequence(
                 mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
             if bias is not None:
                 mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype) + mask
-        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None,
-                                           scale=scale, enable_gqa=True)
+        out = sdpa(q, k, v, mask, dropout_p, is_causal and mask is None, scale=scale,
+                   enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
 
@@ -143,7 +142,7 @@ KERNELS = (
     Kernel("torch.per_sequence", varlen_attention, _per_sequence, sdpa_backend=SDPA,
            prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
-           requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
+           requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP, HEADS_OF_A_LAUNCH,
                      r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
                      r.when(r.on("return_lse"),
                             r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),

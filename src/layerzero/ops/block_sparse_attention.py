@@ -8,6 +8,7 @@ asked for batch or head 0. `lz.attention(..., attn_mask=block_mask)` comes here.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..spec.alteration import Alteration, Results, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals
-from .formulas.block_masks import check_block_mask, dense_mask
+from .formulas.block_masks import check_block_mask, copy_block_mask, dense_mask
 from .formulas.common import FLOATS, HEAD_WORDS, attend
 from .formulas.mistakes import LSE, SCORES, SOFTCAP
 
@@ -77,11 +78,13 @@ def inputs(
 
     return {"query": tensor(hq, sq, d), "key": tensor(hkv, sk, d),
             "value": tensor(hkv, sk, dv or d),
-            "block_mask": _block_mask(mask, blocks, b if "batch" in per else None,
-                                      hq if "heads" in per else None, sq, sk, device),
+            "block_mask": copy_block_mask(_block_mask(
+                mask, blocks, b if "batch" in per else None, hq if "heads" in per else None, sq,
+                sk, device)),
             "scale": scale, "softcap": softcap, "return_lse": lse}
 
 
+@lru_cache(maxsize=512)
 def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, seq_q: int,
                 seq_k: int, device: str) -> Any:
     """Returns a mask as users make them; `tables` lists fewer blocks than its mask_mod shows."""

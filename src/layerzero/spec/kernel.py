@@ -28,11 +28,12 @@ class Direct:
     """A library function that the dispatcher calls with no Python frame in between.
 
     Each of `args` and `kwargs` is the name of an op parameter, a constant (`Const`, `ByFact`) or
-    the `LastSize` of a tensor. Of a tuple result, `item` picks one element and `first` keeps the
-    first few. `otherwise` serves calls that set a parameter which only `otherwise` takes.
+    the `LastSize` of a tensor; the function may be a `ByFact`. Of a tuple result, `item` picks one
+    element and `first` keeps the first few. `otherwise` serves calls that set a parameter which
+    only `otherwise` takes.
     """
 
-    fn: Callable[..., Any]
+    fn: Any                                    # a function, or a ByFact of two
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     item: int | None = None
@@ -48,15 +49,17 @@ class Direct:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """The facts that its constants depend on."""
-        return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
+        """The facts that its function and its constants depend on."""
+        return tuple(v.fact for v in (self.fn, *self.args, *self.kwargs.values())
+                     if isinstance(v, ByFact))
 
     def resolve(self, known: Mapping[str, Any]) -> Direct:
         """Returns the same for calls with the facts in `known`: `ByFact`s become constants."""
         def constant(value: Any) -> Any:
             return value.constant(known) if isinstance(value, ByFact) else value
 
-        return replace(self, args=tuple(map(constant, self.args)),
+        return replace(self, fn=self.fn.constant(known).value if isinstance(self.fn, ByFact)
+                       else self.fn, args=tuple(map(constant, self.args)),
                        kwargs={k: constant(v) for k, v in self.kwargs.items()})
 
 
@@ -86,8 +89,9 @@ class LastSize:
     param: str
 
 
-def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
-           otherwise: Callable[..., Any] | None = None, **kwargs: Any) -> Direct:
+def direct(fn: Callable[..., Any] | ByFact, *args: Any, item: int | None = None,
+           first: int | None = None, otherwise: Callable[..., Any] | None = None,
+           **kwargs: Any) -> Direct:
     return Direct(fn, args, kwargs, item, first, otherwise)
 
 

@@ -13,9 +13,13 @@ from helpers import ATTENTION, Fake, path_of, qkv, register
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.machine import faults
+from layerzero.backends._sequences import sdpa, with_plain_gradient
+from layerzero.dispatch.binding import bind
+from layerzero.dispatch.facts import read
+from layerzero.machine import faults, loading
 from layerzero.operate import recording
 from layerzero.operate.inspection import dispatcher_of
+from layerzero.selection.key import fixed_by_key
 from layerzero.spec.errors import NamedKernelRefused, NoKernelFoundError, RegistrationError
 from layerzero.spec.kernel import SDPA, SDPA_BACKENDS
 from layerzero.spec.reason import Code
@@ -244,3 +248,50 @@ def test_a_mask_that_was_remembered_in_inference_mode_serves_a_call_that_trains(
         torch.testing.assert_close(
             lz.attention(*args, causal_align=align, backend="torch.sdpa_bias"),
             lz.attention(*args, causal_align=align, backend="reference.attention"))
+
+
+# With CUDA torch.sdpa has a function of its own, since cuDNN misreads a gradient with gaps.
+
+class _Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(grad)
+        return grad * 2, None
+
+
+def test_a_backward_gets_a_gradient_without_gaps():
+    x, seen, grad = torch.randn(2, 3, 4, requires_grad=True), [], torch.randn(2, 3, 8)[..., ::2]
+    out = with_plain_gradient(_Seen.apply(x, seen))
+    (got,) = torch.autograd.grad(out, x, grad)
+    assert seen[0].is_contiguous() and torch.equal(seen[0], grad) and torch.equal(got, grad * 2)
+    assert with_plain_gradient(x.detach()).grad_fn is None
+
+
+def test_sdpa_with_cuda_is_torchs_own_where_no_gradient_is_asked_for(monkeypatch):
+    kernel = worlds.current().catalog.by_id["torch.sdpa"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    call, torchs_own = loading.load(kernel), torch.nn.functional.scaled_dot_product_attention
+    assert call.resolve({"grad": False}).fn is torchs_own
+    assert call.resolve({"grad": True}).fn is call.resolve({}).fn is sdpa
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    values = {p.name: p.default for p in ATTENTION.params} | {
+        "query": query, "key": key, "value": value, "is_causal": True, "scale": 0.3}
+    bound = [bind(ATTENTION, kernel, call, (), "bhsd", {"grad": grad}) for grad in (False, True)]
+    assert [b.operator is not None for b in bound] == [True, False]
+    for binding in bound:
+        out = binding.run(*(values[p.name] for p in ATTENTION.params))
+        assert torch.equal(out, torchs_own(query, key, value, is_causal=True, scale=0.3,
+                                           enable_gqa=True))
+
+
+def test_whether_a_gradient_is_asked_for_is_fixed_by_a_key():
+    program = worlds.current().program(ATTENTION)
+    for wants_grad in (False, True):
+        values = {p.name: p.default for p in ATTENTION.params} | dict(
+            zip(("query", "key", "value"), (t.requires_grad_(wants_grad) for t in qkv())))
+        assert fixed_by_key(program, read(ATTENTION, values))["grad"] is wants_grad

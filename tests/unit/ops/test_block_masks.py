@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import world
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import layerzero as lz
 from layerzero.backends import torch_block_sparse
@@ -156,3 +156,16 @@ def test_under_torch_compile_the_mask_is_made_dense(world) -> None:
     compiled = torch.compile(lambda *t: lz.attention(*t, attn_mask=mask), backend="eager",
                              fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), lz.attention(q, k, v, attn_mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_asks_a_mask_of_one_head_for_that_head() -> None:
+    """Torch's flex_attention asks the mask_mod for each batch and head of the query."""
+    values = OP.inputs(b=2, hq=2, hkv=1, sq=40, sk=40, d=16, mask="document")
+    mask, want = values["block_mask"], OP.reference(**values)
+    for asked, right in ((mask, False),
+                         (torch_block_sparse.asked_of_its_own(mask, False, False), True)):
+        out = flex_attention(*(values[n] for n in ("query", "key", "value")), None, asked,
+                             enable_gqa=True)
+        assert torch.allclose(out, want, atol=1e-5) is right
+    assert mask.mask_mod(0, 1, torch.tensor(20), torch.tensor(20)).item() is False

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerzero.ops.attention import OP as ATTENTION
+from layerzero.ops.block_sparse_attention import OP as BLOCK_SPARSE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.verify.certification.certify import SlowCases
 from layerzero.verify.kernel import shared
@@ -46,6 +47,21 @@ def test_other_contents_have_another_fingerprint(other: dict[str, Any]) -> None:
     values = {"x": torch.arange(6.0), "scale": 0.5}
     assert fingerprint(values) == fingerprint(copy_values(values)) is not None
     assert fingerprint(values) != fingerprint(other)
+
+
+def test_another_layout_has_the_same_contents() -> None:
+    x = torch.randn(3, 4)
+    one, other = fingerprint({"x": x}), fingerprint({"x": x.t().contiguous().t()})
+    assert one is not None and other is not None
+    assert one.contents == other.contents and one != other
+
+
+def test_a_block_mask_has_a_fingerprint_by_its_lists_and_its_function() -> None:
+    cases = {"mask": "document"}, {"mask": "document", "blocks": "32x16"}, {"mask": "prefix"}
+    first, blocks, other = (fingerprint(BLOCK_SPARSE.inputs(sq=40, sk=40, **c)) for c in cases)
+    again = fingerprint(BLOCK_SPARSE.inputs(sq=40, sk=40, mask="document"))
+    assert first is not None and again is not None and first.contents == again.contents
+    assert len({v.contents for v in (first, blocks, other) if v is not None}) == 3
 
 
 def test_what_is_no_plain_tensor_has_no_fingerprint() -> None:

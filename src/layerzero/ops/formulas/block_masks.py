@@ -8,6 +8,7 @@ it. Only what torch computes without torch.compile asks the mask_mod alone.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,14 @@ def is_block_mask(value: Any) -> bool:
     """Returns whether this is a BlockMask, known by its name: its module imports Dynamo."""
     return any((cls.__module__, cls.__name__) == ("torch.nn.attention.flex_attention", "BlockMask")
                for cls in type(value).__mro__)
+
+
+def copy_block_mask(mask: Any) -> Any:
+    """Returns the mask with lists of its own: making one takes torch far longer."""
+    copied = copy(mask)
+    vars(copied).update({name: v.clone() for name, v in vars(mask).items()
+                         if isinstance(v, Tensor)})
+    return copied
 
 
 def check_block_mask(op: str, mask: Any, query: Tensor, key: Tensor, name: str) -> None:

@@ -23,11 +23,11 @@ from ..kernel.contract import (
     call,
     case_contents,
     case_refusals,
+    case_tensors,
     case_values,
     changed_by_formula,
     check_case,
     eager_results,
-    formula,
     refusals,
     results_of,
 )
@@ -35,10 +35,13 @@ from ..kernel.gradients import requiring_grad
 from ..kernel.guarded import GuardedResults
 from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from ..kernel.results import storage_address
-from ..kernel.shared import compute_once
+from ..kernel.shared import compute_once, fingerprint
 
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were
+# of CPU time: a kernel that takes as long is called less often, but not less than
+SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
+LONG_S = 0.2                                   # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
 
@@ -50,12 +53,12 @@ def _result(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: s
 
 def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                      seed: int = 0, calls: int = 1200) -> CaseResult:
-    """Calls the kernel a thousand times with the same values: the answer stays the same, results
-    stay the caller's, nothing is left behind."""
-    op, name = kernel.op, f"{calls} calls"
+    """Calls the kernel a thousand times with the same values, a slow one a quarter as often: the
+    answer stays the same, results stay the caller's, nothing is left behind."""
+    op = kernel.op
 
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
-        return _result(kernel, case, dtype, name, seed, status, kind, detail, reasons)
+        return _result(kernel, case, dtype, f"{calls} calls", seed, status, kind, detail, reasons)
 
     reasons = case_refusals(kernel, case, dtype, device, seed)
     values = case_values(op, case, dtype, device, seed)
@@ -72,7 +75,10 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
             first = results_of(run())
             copies = [t.clone() for t in first]
+            began = time.process_time()
             kept = [results_of(run()) for _ in range(HELD_RESULTS)]
+            if time.process_time() - began > HELD_RESULTS * SLOW_CALL_S:
+                calls = max(calls // 4, min(calls, FEWEST_CALLS))
             shared = {storage_address(t) for r in kept for t in r if t.numel()}
             if len(shared) < len(kept) * len({storage_address(t) for t in first if t.numel()}):
                 return result("failed", "aliasing",
@@ -107,13 +113,17 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
 def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                          seed: int = 0, calls: int = 160) -> CaseResult:
-    """Calls the kernel and its backward many times: nothing is left behind."""
-    name = f"{calls} backward passes"
+    """Calls the kernel and its backward many times, a slow one a quarter as often: nothing is left
+    behind."""
+    def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+        return _result(kernel, case, dtype, f"{calls} backward passes", seed, status, kind, detail,
+                       reasons)
+
     values = requiring_grad(kernel.op, case_values(kernel.op, case, dtype, device, seed))
     reasons = refusals(kernel, values)
     wanted = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
     if reasons or not wanted:
-        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+        return result("skipped", reasons=reasons)
 
     def run() -> None:
         results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
@@ -122,17 +132,18 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
                                 allow_unused=True)
 
     try:
-        for _ in range(calls // 5):            # what autograd sets up is no leak
+        began = time.process_time()
+        for _ in range(calls // 10):           # what autograd sets up is no leak
             run()
+        if time.process_time() - began > calls // 10 * SLOW_BACKWARD_S:
+            calls //= 4
         # a graph is garbage that is due; and a heap may grow once
         leak = _count_memory(run, device, calls // (ROUNDS + 2), collect=True)
         if leak:
             leak = _count_memory(run, device, 64, collect=True)
     except FAULTS as e:                        # the gradients have checks of their own
-        return _result(kernel, case, dtype, name, seed, "skipped",
-                       detail=str(reason_of(e, classify(e))))
-    return _result(kernel, case, dtype, name, seed, "failed" if leak else "passed",
-                   "leak" if leak else "", leak)
+        return result("skipped", detail=str(reason_of(e, classify(e))))
+    return result("failed", "leak", leak) if leak else result("passed")
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -189,17 +200,21 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
 
     A case comes with others that take its place where the contract does not allow it: all of them,
     or the first that it allows. After `limit_s` of CPU time in the kernel the rest is left
-    out, as the result says: what computes one row at a time takes minutes for them.
+    out, as the result says, and before it what would take longer still, by what its rows took so
+    far: what computes one row at a time takes minutes for them.
     """
-    ran, left, spent = 0, 0, 0.0
+    ran, left, spent, for_a_row = 0, 0, 0.0, 0.0
     for first, *others in cases:
-        if spent > limit_s:
+        if spent > limit_s or (for_a_row and spent + for_a_row * _rows(kernel.op, first, dtype)
+                               > 2 * limit_s):
             left += 1
             continue
         for case in (first, *others):
             right, seconds = _looks_right(kernel, case, dtype, device, seed)
             ran += right is not None
             spent += seconds
+            if seconds > LONG_S:
+                for_a_row = max(for_a_row, seconds / _rows(kernel.op, case, dtype))
             if right is False:
                 judged = check_case(kernel, case, dtype, device, seed)
                 if judged.status == "failed":
@@ -209,6 +224,14 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
     return _result(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
                    "passed" if ran else "skipped", detail=f"{ran} calls" + (
                        f"; {left} {LEFT_OUT} {limit_s:g} s" if left else ""))
+
+
+def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:
+    try:
+        main = case_tensors(op, case, dtype)[op.main_tensor]
+    except FAULTS:                             # it makes no call
+        return 1
+    return max(main.numel() // max(main.shape[-1], 1) if main.dim() else 1, 1)
 
 
 def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,
@@ -296,7 +319,8 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
         values = {**plain, tensor: t}
         try:
             with torch.no_grad():
-                want, got = formula(op, values), results_of(call(kernel, values))
+                want = eager_results(op, values, fingerprint(values))
+                got = results_of(call(kernel, values))
         except loading.LoadFailed as e:
             return result("skipped", reasons=(e.reason,))
         except FAULTS as e:
@@ -335,7 +359,8 @@ def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
             continue
         try:
             with torch.no_grad():
-                want, got = formula(op, values), results_of(call(kernel, values))
+                want = eager_results(op, values, fingerprint(values))
+                got = results_of(call(kernel, values))
         except FAULTS:
             return False
         expected = [w.isnan() for w in want if w.is_floating_point() and w.dtype.itemsize > 1]

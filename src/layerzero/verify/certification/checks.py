@@ -18,6 +18,7 @@ from ..kernel.cases import (
     find_argument_cases,
     is_costly,
     is_degenerate,
+    own_keys,
     with_small_sizes,
 )
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
@@ -67,12 +68,12 @@ def checks_of(kernel: Kernel, device: str, lane: str,
         cases += tuple(argument_case.case for argument_case in argument_cases
                        if argument_case.donor is None)
         cells = [(case, dtype) for case in cases for dtype in dtypes_for(op, lane, case)]
-        own_keys = {case_key(case) for case in op.cases}
+        own = set(own_keys(op))
         if lane == "quick" and device == "cpu":
             declared = _without_costly_repeats(kernel, cells, device, seed)
             cells = [_cheaper(kernel, cell, device, seed) for cell in declared]
-            own_keys |= {case_key(cheaper) for (cheaper, _), (case, _) in zip(cells, declared)
-                         if case_key(case) in own_keys}
+            own |= {case_key(cheaper) for (cheaper, _), (case, _) in zip(cells, declared)
+                    if case_key(case) in own}
         cells = _accepted_cells(kernel, cells, device, seed)
         if kernel.jit:
             limit = JIT_CASES[lane]
@@ -84,13 +85,13 @@ def checks_of(kernel: Kernel, device: str, lane: str,
                 yield from _circumstance_checks(kernel, cells, device, "quick", seed)
                 yield from islice(_gradient_checks(kernel, device, "quick", seed), limit)
             continue
-        first = [cell for cell in cells if case_key(cell[0]) in own_keys
+        first = [cell for cell in cells if case_key(cell[0]) in own
                  and cell[1] == op.dtypes[0]]
         if _is_formula(kernel, lane):
-            cells = [cell for cell in cells if case_key(cell[0]) in own_keys] or cells
+            cells = [cell for cell in cells if case_key(cell[0]) in own] or cells
         # the longest after those that tell whether the kernel can do with them
         later = sorted((cell for cell in cells if cell not in first),
-                       key=lambda cell: (case_key(cell[0]) in own_keys, cell[0] in op.stress))
+                       key=lambda cell: (case_key(cell[0]) in own, cell[0] in op.stress))
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed,
@@ -217,10 +218,8 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
         return
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
-    # a call that is no small one takes long enough
-    slow = case_tensors(op, case, dtype, device)[op.main_tensor].numel() > 4096
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
-                  calls // 10 if kernel.backend == "reference" else calls // (4 if slow else 1))
+                  calls // 10 if kernel.backend == "reference" else calls)
     yield partial(check_non_finite, kernel, *plain, device, seed)
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])

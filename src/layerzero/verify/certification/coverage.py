@@ -8,7 +8,7 @@ from typing import Any
 
 from ...spec.codec import Record
 from ...spec.kernel import Kernel
-from ..kernel.cases import numbers_of
+from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import CaseResult
 from ..kernel.pairs import argument_levels, pair_cases
 from .calls import LEFT_OUT

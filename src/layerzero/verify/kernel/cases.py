@@ -13,9 +13,7 @@ reference decide.
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 import random
 import warnings
 import zlib
@@ -31,6 +29,7 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.rules.expr import parse
+from .case_sizes import numbers_of, relative_size
 from .contract import (
     case_contents,
     case_facts,
@@ -55,6 +54,12 @@ MAX_FLOPS, MAX_ELEMENTS = 6e7, 1.2e6           # the largest case of sweeps and 
 
 def case_key(case: Case) -> str:
     return json.dumps(dict(case), sort_keys=True, default=str)
+
+
+@lru_cache(maxsize=64)
+def own_keys(op: Op) -> frozenset[str]:
+    """Returns the keys of the op's own cases."""
+    return frozenset(map(case_key, op.cases))
 
 
 def cases_for(op: Op, lane: str, seed: int = 0) -> tuple[Case, ...]:
@@ -142,9 +147,9 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
     for base, dtype in bases:
         joined = ({**base, **donor}, {**donor, **base},
                   *({**base, param: donor[param]} for param in donor))
-        base_size = _relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
+        base_size = relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
         candidates = [ArgumentCase(name, case) for case in joined
-                if is_accepted(op, case, None if _relative_size(op, case) <= base_size
+                if is_accepted(op, case, None if relative_size(op, case) <= base_size
                                 else MAX_FLOPS)]
         candidates.append(ArgumentCase(name, base, donor))
         for candidate in candidates:
@@ -219,15 +224,7 @@ def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:
 
 def small_stress(op: Op) -> list[Case]:
     """Returns the op's stress cases that are not large."""
-    return [c for c in op.stress if _relative_size(op, c) <= 40]
-
-
-def numbers_of(op: Op) -> dict[str, Any]:
-    """Returns the input generator's integer and integer-tuple parameters with their defaults."""
-    defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items()
-                if n != "seed"}
-    return {n: d for n, d in defaults.items() if type(d) is int or (
-        isinstance(d, tuple) and d and all(type(i) is int and i > 0 for i in d))}
+    return [c for c in op.stress if relative_size(op, c) <= 40]
 
 
 def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
@@ -262,21 +259,9 @@ def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case]) -> It
             yield case
 
 
-def _relative_size(op: Op, case: Case) -> float:
-    """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
-    created."""
-    def volume(n: Any) -> float:
-        return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
-
-    numbers = numbers_of(op)
-    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
-             or isinstance(case.get(n), tuple)}
-    return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())
-
-
 def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
     """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
-    if limit is not None and _relative_size(op, case) > 40:
+    if limit is not None and relative_size(op, case) > 40:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -329,7 +314,7 @@ def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
     """Returns every dtype for the op's own cases; for the others the widest and the narrowest
     mantissa, in the quick lane one of them."""
-    if any(case_key(case) == case_key(c) for c in op.cases) or lane == "stress":
+    if case_key(case) in own_keys(op) or lane == "stress":
         return op.dtypes
     wide_and_narrow = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     if lane == "quick" and case not in op.stress:      # one of the two, as it falls

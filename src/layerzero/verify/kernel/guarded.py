@@ -60,7 +60,10 @@ def _description(t: Tensor) -> dict[str, Any]:
 def _watched_bytes(t: Tensor) -> Tensor:
     if t.untyped_storage().nbytes() > MAX_BYTES:
         return t.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    storage = t.untyped_storage()
+    # words where it consists of them: torch compares element by element
+    word = torch.uint8 if storage.nbytes() % 8 else torch.int64
+    return torch.empty(0, dtype=word, device=t.device).set_(storage)
 
 
 # Poisoned memory.

@@ -162,6 +162,11 @@ def without_nan(t: Tensor) -> Tensor:
     return t.nan_to_num(nan=math.inf) if t.is_floating_point() else t
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Are two results equal, with NaN where the other has it?"""
+    return torch.equal(_as_codes(a), _as_codes(b)) or torch.equal(without_nan(a), without_nan(b))
+
+
 def _unravel(flat: int, shape: Sequence[int]) -> Iterator[int]:
     rest = flat
     for size in (math.prod(shape[i + 1:]) for i in range(len(shape))):

@@ -22,13 +22,13 @@ from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from .case_sizes import numbers_of
 from .cases import (
     MAX_ELEMENTS,
     MAX_FLOPS,
     Case,
     is_accepted,
     is_degenerate,
-    numbers_of,
     relative_cost,
 )
 from .contract import (
@@ -132,6 +132,7 @@ def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
     return facts
 
 
+@lru_cache(maxsize=256)
 def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
     """Chooses the combinations that the kernel accepts, each for the pairs it adds."""
     here = hardware.probe(device).facts()

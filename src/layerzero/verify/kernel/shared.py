@@ -10,15 +10,14 @@ judged by the same numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
-from copy import copy as shallow_copy
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...ops.formulas.block_masks import is_block_mask
+from ...ops.formulas.block_masks import copy_block_mask, is_block_mask
 from ...spec.op import Op
 
 ENTRY_BYTES, ALL_BYTES = 1 << 24, 1 << 29      # what is larger is computed again
@@ -127,25 +126,31 @@ def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
                                                      t.storage_offset(), t.shape, t.stride())
         return copied.view_as(copied) if t._is_view() else copied
 
-    return {name: copy(v) if isinstance(v, Tensor) else _copy_block_mask(v) if is_block_mask(v)
+    return {name: copy(v) if isinstance(v, Tensor) else copy_block_mask(v) if is_block_mask(v)
             else v for name, v in values.items()}
-
-
-def _copy_block_mask(mask: Any) -> Any:
-    copied = shallow_copy(mask)
-    vars(copied).update({name: v.clone() for name, v in vars(mask).items()
-                         if isinstance(v, Tensor)})
-    return copied
 
 
 # Results of the formula.
 
-def fingerprint(values: Mapping[str, Any]) -> bytes | None:
-    """Returns a digest of all that the results of a formula may depend on: contents, shapes,
-    strides and alignment; None for what is not plain or large."""
-    digest, nbytes = hashlib.sha256(), 0
-    for name, value in values.items():
+class Fingerprint(NamedTuple):
+    """Digests of what the results of a formula may depend on. In float64, where the order of a sum
+    is no matter, that is the contents alone; else also how they lie in memory."""
+
+    contents: tuple[Any, ...]
+    layout: str
+
+
+def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
+    """Returns contents and shapes of the values, and their strides and alignment; None for what is
+    not plain or large."""
+    digest, functions, layout, nbytes = hashlib.sha256(), [], "", 0
+    for name, value in _flattened(values):
         value = value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        if callable(value):                    # of a BlockMask; copies of it have the same
+            functions.append(value)
+            continue
+        if isinstance(value, torch.Generator) and value.device.type == "cpu":
+            value = value.get_state()          # the formula draws from a copy of it
         if not _is_plain(value):
             return None
         if not isinstance(value, Tensor):
@@ -154,11 +159,20 @@ def fingerprint(values: Mapping[str, Any]) -> bytes | None:
         nbytes += value.nbytes
         if nbytes > ENTRY_BYTES:
             return None
-        digest.update(f"{name}:{value.dtype}{tuple(value.shape)}{value.stride()}"
-                      f"{value.data_ptr() % 64};".encode())
+        digest.update(f"{name}:{value.dtype}{tuple(value.shape)};".encode())
+        layout += f"{name}:{value.stride()}{value.data_ptr() % 64};"
         flat = value.contiguous().as_strided((value.numel(),), (1,))    # of one element too
         digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.digest()
+    return Fingerprint((digest.digest(), *functions), layout)
+
+
+def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values, and what a BlockMask consists of."""
+    for name, value in values.items():
+        if is_block_mask(value):
+            yield from ((f"{name}.{part}", v) for part, v in vars(value).items())
+        else:
+            yield name, value
 
 
 def _bytes_of(value: Any) -> int:
@@ -168,4 +182,4 @@ def _bytes_of(value: Any) -> int:
         value = value.values()
     elif not isinstance(value, (tuple, list)):
         return 0
-    return sum(map(_bytes_of, value))
+    return sum(_bytes_of(v) for v in value if isinstance(v, (Tensor, Mapping, tuple, list)))

@@ -1,0 +1,32 @@
+"""How large a case is, by the sizes that it names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from ...spec.op import Op
+
+
+@lru_cache(maxsize=64)
+def numbers_of(op: Op) -> Mapping[str, Any]:
+    """Returns the input generator's integer and integer-tuple parameters with their defaults."""
+    defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items()
+                if n != "seed"}
+    return {n: d for n, d in defaults.items() if type(d) is int or (
+        isinstance(d, tuple) and d and all(type(i) is int and i > 0 for i in d))}
+
+
+def relative_size(op: Op, case: Mapping[str, Any]) -> float:
+    """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
+    created."""
+    def volume(n: Any) -> float:
+        return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
+
+    numbers = numbers_of(op)
+    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
+             or isinstance(case.get(n), tuple)}
+    return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())

@@ -51,6 +51,16 @@ NVIDIA_ONLY = [
 ]
 
 
+def collect_garbage() -> None:
+    """gc.collect, which does nothing and returns 0 while another thread collects: until it did."""
+    freed = 0
+    while not freed:
+        garbage: list = []
+        garbage.append(garbage)
+        del garbage
+        freed = gc.collect()
+
+
 @pytest.fixture(scope="module")
 def frozen_heap():
     """What is alive before the tests of a file is not looked at by their collections, as in

@@ -52,13 +52,21 @@ NVIDIA_ONLY = [
 
 
 def collect_garbage() -> None:
-    """gc.collect, which does nothing and returns 0 while another thread collects: until it did."""
-    freed = 0
-    while not freed:
-        garbage: list = []
-        garbage.append(garbage)
-        del garbage
-        freed = gc.collect()
+    """A full collection from now on, in whichever thread: while another thread collects, gc.collect
+    does nothing."""
+    phases: list[str] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and (phase == "start" or phases):
+            phases.append(phase)
+
+    gc.callbacks.append(watch)
+    try:
+        while "stop" not in phases:
+            gc.collect()
+            time.sleep(0.001)
+    finally:
+        gc.callbacks.remove(watch)
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,24 @@ NVIDIA_ONLY = [
 ]
 
 
+def collect_garbage() -> None:
+    """A full collection from now on, in whichever thread: while another thread collects, gc.collect
+    does nothing."""
+    phases: list[str] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and (phase == "start" or phases):
+            phases.append(phase)
+
+    gc.callbacks.append(watch)
+    try:
+        while "stop" not in phases:
+            gc.collect()
+            time.sleep(0.001)
+    finally:
+        gc.callbacks.remove(watch)
+
+
 @pytest.fixture(scope="module")
 def frozen_heap():
     """What is alive before the tests of a file is not looked at by their collections, as in

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import KERNELS
+from catalog_kernels import KERNELS
 
 from layerzero.dispatch.facts import read
 from layerzero.machine.hardware import probe

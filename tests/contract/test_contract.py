@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KERNELS, case_id, cpu_facts, serves
+from catalog_kernels import KERNELS, case_id, cpu_facts, serves
 
 from layerzero.machine import loading
 from layerzero.ops import CATALOG as OPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import KERNELS, case_id, cpu_facts, serves
+from catalog_kernels import KERNELS, case_id, cpu_facts, serves
 
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.kernel.contract import case_values, refusals
@@ -39,6 +39,6 @@ def test_every_kernel_that_claims_a_backward_and_runs_here_was_asked_for_it() ->
     asked = {p.values[0].id for p in ROWS}
     claims = {k.id for k in KERNELS
               if k.differentiable and k.op.differentiable and k.id not in asked
-              and any(not refusals(k, case_values(k.op, case, "float32")) for case in k.op.cases)}
-    # the rules refuse, or the first cases do not fit
-    assert claims <= {"torch.flex", "torch.rope_complex"}
+              and any(not refusals(k, requiring_grad(k.op, case_values(k.op, case, "float32")))
+                      for case in k.op.cases)}
+    assert not claims

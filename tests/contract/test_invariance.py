@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KERNELS
+from catalog_kernels import KERNELS
 
 from layerzero.machine import loading
 from layerzero.ops.linear import OP as linear

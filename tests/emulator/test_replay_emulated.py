@@ -98,7 +98,12 @@ def replayed(op: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> in
 
 
 def half(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    """Drawn numbers that begin at a multiple of 128 bytes, as all memory of a GPU: torch's memory of
+    a CPU does at times, and an entry serves calls of one alignment."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    memory = drawn.new_empty(drawn.numel() + 64)
+    start = -memory.data_ptr() % 128 // 2
+    return memory[start:start + drawn.numel()].view(shape).copy_(drawn)
 
 
 def test_a_norm_is_recorded_once_and_replayed_with_other_memory(serve: Any) -> None:

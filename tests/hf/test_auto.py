@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import models  # noqa: E402
+from helpers import collect_garbage  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -164,7 +164,7 @@ def test_a_load_that_fails_says_what_it_said(tmp_path, saved):
 def test_models_that_are_gone_are_not_kept(saved):
     with lz.auto() as auto:
         AutoModelForCausalLM.from_pretrained(saved)
-    gc.collect()
+    collect_garbage()
     assert auto.models == ()
 
 

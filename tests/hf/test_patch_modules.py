@@ -5,12 +5,12 @@ and what survives.
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 
 import pytest
 import torch
+from helpers import collect_garbage
 from models import inputs, tiny
 from torch import nn
 from torch.nn import functional as F
@@ -321,13 +321,19 @@ def test_replicas_compute_with_their_own_weights():
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
     model = tiny("llama")
+
+    class Norm(type(model.model.norm)):
+        """Of this model alone: a patched class is shared with all models in this process."""
+
+    model.model.norm.__class__ = Norm
     report = patch(model)
     model(**inputs("llama"))
     gone = [weakref.ref(part) for part in (model, model.model.norm, model.model.layers[0].mlp,
                                            model.config)]
+    assert type(model.model.norm) is not Norm and issubclass(type(model.model.norm), Norm)
     made = weakref.ref(type(model.model.norm))
-    del model
-    gc.collect()
+    del model, Norm
+    collect_garbage()
     assert [ref() for ref in gone] == [None] * 4 and made() is None
     with pytest.raises(lz.errors.ConfigError, match="gone"):
         report.explain(**inputs("llama"))

@@ -39,12 +39,22 @@ def context_parallel(
     if not buffers or not buffer_seq_dims:
         raise ConfigError("context_parallel wants the buffers that hold the sequences, and the "
                           "axis of each; got none")
-    length = buffers[0].shape[buffer_seq_dims[0]]
+    length, ranks = buffers[0].shape[buffer_seq_dims[0]], ranks_of(mesh)
     # torch balances the ranks or not, as it is set up: its own sharding says which tokens are here
     position = torch.arange(length, device=buffers[0].device)
-    with torchs(mesh, buffers=[*buffers, position], buffer_seq_dims=[*buffer_seq_dims, 0],
-                no_restore_buffers={*(no_restore_buffers or ()), position}):
-        layout = _layout(position.cpu(), length, ranks_of(mesh))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(torchs(
+                mesh, buffers=[*buffers, position], buffer_seq_dims=[*buffer_seq_dims, 0],
+                no_restore_buffers={*(no_restore_buffers or ()), position}))
+        except AssertionError as e:            # torch says no more than that
+            if length % (2 * ranks.size) == 0:
+                raise
+            raise ConfigError(
+                f"this torch ({torch.__version__}) shards sequences among {ranks.size} ranks whose "
+                f"length is a multiple of {2 * ranks.size}, got {length}; pad them, or use torch "
+                "2.13, which does not balance the ranks then") from e
+        layout = _layout(position.cpu(), length, ranks)
         replaced = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = _sdpa(mesh, layout, method, heads_k_stride)
         try:

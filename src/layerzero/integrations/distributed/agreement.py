@@ -18,13 +18,14 @@ from ...dispatch.dispatcher import dispatchers
 from ...machine import hardware
 from ...plan.call_facts import facts_of
 from ...plan.dryrun import dry_run
-from ...plan.solver import cell_of
+from ...plan.solver import cell_of, number_fields, span_of
 from ...plan.table import Choice, Row, Stamp, Table, digest
+from ...selection.key import NumberField
 from ...spec.call import Call
 from ...spec.codec import encode
 from ...spec.errors import DataError, InvalidCall, RanksError
 from ...spec.event import RanksAgreed
-from ...spec.op import DEVICE_FACTS
+from ...spec.op import DEVICE_FACTS, Op
 from ...spec.plan import Step
 from ...world import events
 from ...world import snapshot as worlds
@@ -35,6 +36,7 @@ from .profile import Profile
 
 Facts = dict[str, Any]
 SCALARS = (str, int, float, bool, type(None))
+ALIGNMENTS = tuple(1 << n for n in range(8))   # in bytes, as facts tell them
 ANY_DEVICE = ""                               # the one capability group where devices do not count
 
 
@@ -251,7 +253,21 @@ def provisional(world: World, order: int) -> Iterator[Unit]:
                 continue
             facts = {n: v for n, v in facts.items() if n not in DEVICE_FACTS or n == "device"}
             if all(isinstance(v, SCALARS) for v in facts.values()):
-                yield Unit(op, [encode(facts)])
+                yield Unit(op, [encode(facts_of_kind(world, dispatcher.op, facts))])
+
+
+def facts_of_kind(world: World, op: Op, facts: Mapping[str, Any]) -> Facts:
+    """Return the facts with the least alignment that passes the same tests of kernels: where an
+    allocator has put a tensor makes no kind of call, and differs from rank to rank."""
+    fields = number_fields(world, op, facts["device"])
+
+    def least(name: str, alignment: int) -> int:
+        f = fields.get(name, NumberField(name))
+        span = span_of(f, alignment, True)
+        return next(n for n in ALIGNMENTS if span_of(f, n, True) == span)
+
+    return {n: least(n, v) if n.endswith(".alignment") and v is not None else v
+            for n, v in facts.items()}
 
 
 def layers_of(world: World) -> tuple[list[AgreedTable], SelectionTable | None]:
@@ -294,5 +310,5 @@ def units_of(calls: Iterable[Call] | Callable[..., Any], example: tuple[Any, ...
             op, facts = facts_of(call, world, kind)
         except InvalidCall as e:
             raise DataError(f"lz.distributed.agree: call {i} ({call.name or call.op}): {e}") from e
-        units.append(Unit(op.name, [encode(facts)]))
+        units.append(Unit(op.name, [encode(facts_of_kind(world, op, facts))]))
     return units

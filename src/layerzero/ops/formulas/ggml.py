@@ -460,8 +460,8 @@ def quantize_blocks(x: Tensor, format: str) -> Tensor:
     blocks = x.float().unflatten(-1, (-1, size))
     finite = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     peak = finite.abs().amax(-1, keepdim=True)
-    blocks = torch.minimum(torch.maximum(blocks.nan_to_num(nan=0.0, posinf=torch.inf,
-                                                           neginf=-torch.inf), -peak), peak)
+    # no minimum or maximum: of 0.0 and -0.0 either may come, and a block's minimum keeps its sign
+    blocks = torch.where(blocks.isinf(), peak.copysign(blocks), finite)
     return ENCODERS[format](blocks).flatten(-2)
 
 

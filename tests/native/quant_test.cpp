@@ -15,8 +15,10 @@ using namespace lz::quant;
 
 #if defined(EMULATED_TILES)
 using Tested = EmulatedTiles;
-template <Format F> bool run(const Linear &q) { return run_tiles<EmulatedTiles, F>(q); }
-constexpr TileUse USES[] = {ALWAYS};
+template <Format F> bool run(const Linear &q) {
+  return q.tiles ? run_tiles<EmulatedTiles, F>(q) : run_linear<EmulatedTiles, F>(q);
+}
+constexpr TileUse USES[] = {NEVER, ALWAYS};
 static const char *NAME = "emulated tiles";
 #else
 using Tested = Isa;
@@ -42,10 +44,12 @@ template <class S, Format F> std::vector<float> multiply(const std::vector<uint8
   return out;
 }
 
-// One row, tiles with a rest, a last group and panel that are not full, more than one chunk of a panel. Without and
-// with tiles of AMX, where there are some.
+// One row, of whose groups some are computed side by side, tiles with a rest, a last group and panel that are not full,
+// more than one chunk of a panel, wide panels, more than one chunk of rows. Without and with tiles of AMX, where there are
+// some.
 template <Format F> void compare() {
-  const int64_t sizes[][3] = {{1, 37, 512}, {3, 40, 768}, {8, 24, 256}, {13, 70, 2304}, {35, 20, 512 + block_size(F)}};
+  const int64_t sizes[][3] = {{1, 300, 512},  {3, 40, 768}, {8, 24, 256}, {13, 70, 2304}, {35, 20, 512 + block_size(F)},
+                              {17, 530, 256}, {530, 20, 256}};
   for (const auto &[rows, outputs, inputs] : sizes) {
     std::vector<uint8_t> weight(outputs * inputs / block_size(F) * block_bytes(F));
     for (uint8_t &byte : weight) byte = uint8_t(chance());

@@ -6,7 +6,7 @@
 namespace lz::quant {
 
 struct Avx2 {
-  static constexpr int R = 8, GROUPS = 2, TILE = 4;
+  static constexpr int R = 8, GROUPS = 2, TILE = 4, STREAMS = 1, AHEAD = 0;
   static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 

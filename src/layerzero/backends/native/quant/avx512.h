@@ -6,7 +6,7 @@
 namespace lz::quant {
 
 struct Avx512 {
-  static constexpr int R = 16, GROUPS = 2, TILE = 8;
+  static constexpr int R = 16, GROUPS = 2, TILE = 8, STREAMS = 4, AHEAD = 8192;
   static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 
@@ -16,6 +16,7 @@ struct Avx512 {
   using X = const int8_t *;
 
   INLINE static B load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+  INLINE static void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }       // into the L2 cache
   INLINE static void store(uint8_t *p, B b) { _mm512_storeu_si512(p, b); }
   INLINE static X load_x(const int8_t *p) { return p; }
   INLINE static B add_bytes(B b, int n) { return _mm512_add_epi8(b, _mm512_set1_epi8(char(n))); }

@@ -53,46 +53,65 @@ INLINE inline void add_pairs(const B (&codes)[8], const int8_t *const *x, int64_
   });
 }
 
-// Results of row + m: results[m], and results[M + m] for the second half of the group.
-template <class S, Format F, int M>
+// Fetches the BYTES that are AHEAD of `p`, shared out among G groups that are read side by side. What the processor fetches
+// ahead by itself comes too late.
+template <class S, int BYTES, int G> INLINE inline void fetch_ahead(const void *p) {
+  if constexpr (S::AHEAD > 0)
+    each<(BYTES + 63) / 64>([&](auto i) { S::fetch((const char *)p + S::AHEAD / G + 64 * i); });
+}
+
+// Results of G groups, one after the other in memory, for row + m: for each group results[m], and results[M + m] for its
+// second half.
+template <class S, Format F, int M, int G>
 FLATTEN void multiply_blocks(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row,
                              typename S::F *results) {
   constexpr int H = HALVES<S, F>;
-  typename S::F f[H * M];                       // not in memory, where every block would store them
-  each<H * M>([&](auto i) { f[i] = S::splat_f(0); });
+  typename S::F f[G][H * M];                    // not in memory, where every block would store them
+  each<G * H * M>([&](auto i) { f[i / (H * M)][i % (H * M)] = S::splat_f(0); });
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const int32_t *sums = a.sums + row * a.row_sums;
   const float *d = a.d + row * a.row_blocks, *s = a.s + row * a.row_blocks;
   for (int64_t b = 0; b < blocks; b++, w++) {
-    typename S::I total[H][M];
-    each<M>([&](auto m) {
-      total[H - 1][m] = OFFSET<S, F> ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
-      if constexpr (H == 2) total[0][m] = zero_point(F) ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
-    });
-    const uint8_t *fifth = nullptr;
-    if constexpr (has_fifth_bit(F)) fifth = w->high;
-    if constexpr (H == 2) {
-      typename S::B codes[8];
-      each<8>([&](auto v) { codes[v] = S::load(w->codes[0] + 4 * S::R * v); });
-      add_pairs<S, M>(codes, x, 32 * b, total);
-    } else add_32<S, F, M>(w->codes[0], fifth, x, 32 * b, total[0]);
-    each<H>([&](auto h) {                       // of the second half 16 times the sums
-      const typename S::F scale = S::halves(w->d + h * S::R);
+    each<G>([&](auto g) {
+      const Weight<S, F> *own = w + g * blocks;
+      fetch_ahead<S, sizeof *own, G>(own);
+      typename S::I total[H][M];
       each<M>([&](auto m) {
-        typename S::F sum;
-        if constexpr (h == 1) sum = S::small_difference(total[1][m], total[0][m]);
-        else sum = S::small_to_float(total[0][m]);
-        f[h * M + m] = S::fma(f[h * M + m], sum, S::times(scale, d[m * a.row_blocks + b]));
+        total[H - 1][m] = OFFSET<S, F> ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
+        if constexpr (H == 2) total[0][m] = zero_point(F) ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
       });
-      if constexpr (has_min(F)) {
-        const typename S::F min = S::halves(w->m + h * S::R);
-        each<M>([&](auto m) { f[h * M + m] = S::fma(f[h * M + m], min, S::splat_f((h ? 16 : 1) * s[m * a.row_blocks + b])); });
-      }
+      const uint8_t *fifth = nullptr;
+      if constexpr (has_fifth_bit(F)) fifth = own->high;
+      if constexpr (H == 2) {
+        typename S::B codes[8];
+        each<8>([&](auto v) { codes[v] = S::load(own->codes[0] + 4 * S::R * v); });
+        add_pairs<S, M>(codes, x, 32 * b, total);
+      } else add_32<S, F, M>(own->codes[0], fifth, x, 32 * b, total[0]);
+      each<H>([&](auto h) {                     // of the second half 16 times the sums
+        const typename S::F scale = S::halves(own->d + h * S::R);
+        each<M>([&](auto m) {
+          typename S::F sum;
+          if constexpr (h == 1) sum = S::small_difference(total[1][m], total[0][m]);
+          else sum = S::small_to_float(total[0][m]);
+          typename S::F &to = f[g][h * M + m];
+          to = S::fma(to, sum, S::times(scale, d[m * a.row_blocks + b]));
+        });
+        if constexpr (has_min(F)) {
+          const typename S::F min = S::halves(own->m + h * S::R);
+          each<M>([&](auto m) {
+            typename S::F &to = f[g][h * M + m];
+            to = S::fma(to, min, S::splat_f((h ? 16 : 1) * s[m * a.row_blocks + b]));
+          });
+        }
+      });
     });
   }
   // Exact: products of halves are never as small as float32's subnormal numbers.
-  each<H * M>([&](auto i) { results[i] = i < M ? f[i] : S::times(f[i], 1 / 16.0f); });
+  each<G * H * M>([&](auto i) {
+    const typename S::F &one = f[i / (H * M)][i % (H * M)];
+    results[i] = i % (H * M) < M ? one : S::times(one, 1 / 16.0f);
+  });
 }
 
 // `low`, and sums of COUNT sub-blocks' scales (lane vectors, STEP bytes apart) times their sums of x.
@@ -111,7 +130,7 @@ INLINE inline typename S::I times_sums(typename S::I low, const uint8_t *scales,
 template <class S, Format F, int M>
 FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row,
                                    typename S::F *results) {
-  constexpr int H = HALVES<S, F>, LANES = 4 * S::R;
+  constexpr int H = HALVES<S, F>, LANES = 4 * S::R, EIGHTH = sizeof(Weight<S, F>) / 8;
   typename S::F f[H * M];
   each<H * M>([&](auto i) { f[i] = S::splat_f(0); });
   const int8_t *x[M];
@@ -130,6 +149,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
         const typename S::B scales = S::load(w->scales[j]);
         each<2>([&](auto i) {
           constexpr int u = 2 * j + i;
+          fetch_ahead<S, EIGHTH, 1>((const char *)w + u * EIGHTH);
           typename S::I sums[2][M];
           typename S::X xs[2][M];
           each<M>([&](auto m) {
@@ -164,6 +184,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
         each<H>([&](auto h) { scales[h] = S::load(w->scales[j] + LANES * h); });
         each<4>([&](auto i) {
           constexpr int u = 4 * j + i;
+          fetch_ahead<S, EIGHTH, 1>((const char *)w + u * EIGHTH);
           if constexpr (EARLY) {
             const uint8_t *next = u < 7 ? w->codes[(u + 1) % 8][0] : w[b + 1 < blocks].codes[0][0];
             each<8>([&](auto v) { codes[(u + 1) % 2][v] = S::load_now(next + LANES * v); });
@@ -204,10 +225,11 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
   each<H * M>([&](auto i) { results[i] = f[i]; });
 }
 
-template <class S, Format F, int M>
+template <class S, Format F, int M, int G>
 void multiply(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *results) {
-  if constexpr (super_blocks(F)) multiply_super_blocks<S, F, M>(w, blocks, a, row, results);
-  else multiply_blocks<S, F, M>(w, blocks, a, row, results);
+  if constexpr (super_blocks(F))
+    each<G>([&](auto g) { multiply_super_blocks<S, F, M>(w + g * blocks, blocks, a, row, results + g * HALVES<S, F> * M); });
+  else multiply_blocks<S, F, M, G>(w, blocks, a, row, results);
 }
 
 }  // namespace lz::quant

@@ -54,10 +54,10 @@ template <class S = Isa> bool tiles_usable() {
 // Rows of x up to which codes are decoded in registers, for every four of them again.
 constexpr int64_t few_rows_of(Format f) { return f == Q6_K ? 4 : 8; }
 constexpr int64_t PANEL_ROWS = 32;              // of the weight, decoded together
+constexpr int64_t TILE_PANEL_ROWS = 128;        // the same for tiles, at most
 constexpr int64_t PANEL_WIDTH = 2048;           // codes of a row, decoded together: 64 KiB with the rows
-// Rows of x from which tiles are used, where there are some: where they were faster than vectors on a Xeon, for Q8_0, Q4_0
-// and Q6_K; Q4_K gained nothing, as its scales cost what tiles save. Others are taken to be as the nearest of these.
-constexpr int64_t tile_rows_of(Format f) { return f == Q4_K || f == Q5_K ? INT64_MAX : f == Q6_K ? 64 : 16; }
+// Rows of x from which tiles are used, where there are some: where they were faster than vectors on a Xeon.
+constexpr int64_t tile_rows_of(Format f) { return super_blocks(f) ? 64 : 16; }
 enum TileUse { NEVER, BY_ROWS, ALWAYS };
 
 struct Linear {
@@ -106,24 +106,44 @@ template <class S, Format F> void round_input(const Linear &q, const Activations
   round_block_at<S, F>(wide, a, row, b);
 }
 
-template <class S, Format F> void few_rows(const Linear &q, const Activations &a, int64_t group) {
+// Groups of the weight in a piece of work: those whose products with one row of x are computed side by side, unless
+// threads would go without work.
+template <class S, Format F> int64_t groups_at_once(const Linear &q) {
+  return q.rows == 1 && groups<S, F>(q.outputs) >= 2 * S::STREAMS * q.threads ? S::STREAMS : 1;
+}
+
+template <class S, Format F> int64_t few_rows_pieces(const Linear &q) {
+  const int64_t at_once = groups_at_once<S, F>(q);
+  return (groups<S, F>(q.outputs) + at_once - 1) / at_once;
+}
+
+template <class S, Format F> void few_rows(const Linear &q, const Activations &a, int64_t piece) {
   constexpr int H = HALVES<S, F>;
-  const int64_t blocks = q.inputs / block_size(F), first = group * GROUP<S, F>;
-  const auto *w = (const Weight<S, F> *)q.weight + group * blocks;
-  int64_t row = 0;
-  auto tile = [&](auto m) {
-    for (; row + m <= q.rows; row += m) {
-      typename S::F f[H * m];
-      multiply<S, F, m>(w, blocks, a, row, f);
-      for (int i = 0; i < m; i++) {
-        alignas(64) float results[H * S::R];
-        for (int h = 0; h < H; h++) S::store_f(results + h * S::R, f[h * m + i]);
-        q.write(q, row + i, first, std::min(GROUP<S, F>, q.outputs - first), results);
-      }
+  const int64_t blocks = q.inputs / block_size(F), at_once = groups_at_once<S, F>(q);
+  int64_t group = piece * at_once;
+  const int64_t end = std::min(group + at_once, groups<S, F>(q.outputs));
+  // Products of G groups with M rows.
+  auto tile = [&](auto m, auto g, int64_t row) {
+    typename S::F f[g * H * m];
+    multiply<S, F, m, g>((const Weight<S, F> *)q.weight + group * blocks, blocks, a, row, f);
+    for (int i = 0; i < m; i++) {
+      alignas(64) float results[g * H * S::R];
+      for (int h = 0; h < g * H; h++) S::store_f(results + h * S::R, f[h * m + i]);
+      const int64_t first = group * GROUP<S, F>;
+      q.write(q, row + i, first, std::min(g * GROUP<S, F>, q.outputs - first), results);
     }
   };
-  if constexpr (S::TILE > 1) tile(std::integral_constant<int, 4>{}), tile(std::integral_constant<int, 2>{});
-  tile(std::integral_constant<int, 1>{});
+  using One = std::integral_constant<int, 1>;
+  if constexpr (S::STREAMS > 1)
+    if (end - group == S::STREAMS) return tile(One{}, std::integral_constant<int, S::STREAMS>{}, 0);
+  for (; group < end; group++) {
+    int64_t row = 0;
+    auto rows = [&](auto m) {
+      for (; row + m <= q.rows; row += m) tile(m, One{}, row);
+    };
+    if constexpr (S::TILE > 1) rows(std::integral_constant<int, 4>{}), rows(std::integral_constant<int, 2>{});
+    rows(One{});
+  }
 }
 
 // PANEL_ROWS rows of the weight with all rows of x. `sums` has rows * PANEL_ROWS floats.
@@ -156,27 +176,39 @@ inline int64_t rows_of_tile(int64_t rows) {
   return (rows + tiles - 1) / tiles;
 }
 
-// The same as `panel`, by tiles. `sums` has PANEL_ROWS floats for each of q.rows + TILE_ROWS rows.
+// Rows of the weight whose products with tiles are computed together, all with the same part of x, which lies beyond the
+// L2 cache: as many as leave some such panels for every thread.
+inline int64_t tile_panel_rows(const Linear &q) {
+  return std::clamp(q.outputs / (PIECES * q.threads) / PANEL_ROWS * PANEL_ROWS, PANEL_ROWS, TILE_PANEL_ROWS);
+}
+
+// And rows of x: their sums stay in the L2 cache.
+inline int64_t tile_chunk_rows(const Linear &q) { return 32 * rows_of_tile(q.rows); }
+
+// The same as `panel`, by tiles, for a chunk of the rows of x. `sums` has as many floats as panel and chunk have rows, and
+// those of TILE_ROWS rows of x more.
 template <class S, Format F>
 void tile_panel(const Linear &q, const Activations &a, int64_t index, TileBlock<S, F> *decoded, float *sums) {
-  constexpr int64_t most = TILE_WIDTH / block_size(F), G = PANEL_ROWS / S::R;
-  const int64_t blocks = q.inputs / block_size(F), first = index * G, tile = rows_of_tile(q.rows);
-  const int64_t some = std::min(G, groups<S, F>(q.outputs) - first);
+  constexpr int64_t most = TILE_WIDTH / block_size(F);
+  const int64_t tile = rows_of_tile(q.rows), chunk = tile_chunk_rows(q), chunks = (q.rows + chunk - 1) / chunk;
+  const int64_t begin = index % chunks * chunk, end = std::min(begin + chunk, q.rows);
+  const int64_t width = tile_panel_rows(q), output = index / chunks * width, first = output / S::R;
+  const int64_t blocks = q.inputs / block_size(F), some = std::min(width / S::R, groups<S, F>(q.outputs) - first);
   const auto *w = (const Weight<S, F> *)q.weight + first * blocks;
-  std::fill(sums, sums + q.rows * PANEL_ROWS, 0.0f);
+  std::fill(sums, sums + (end - begin) * width, 0.0f);
   S::tile_configure(int(tile), TILE_DEPTH<F>);
   for (int64_t b = 0; b < blocks; b += most) {
     const int64_t count = std::min(most, blocks - b);
     for (int64_t g = 0; g < some; g++)
       for (int64_t i = 0; i < count; i++) decode_tile<S, F>(w[g * blocks + b + i], decoded[g * most + i]);
     for (int64_t g = 0; g < some; g += TILE_GROUPS<F>)       // codes stay in the L1 cache
-      for (int64_t row = 0; row < q.rows; row += tile)
-        add_tile<S, F, PANEL_ROWS>(decoded + g * most, most, a, row, std::min(tile, q.rows - row), b, count,
-                                   sums + row * PANEL_ROWS + g * S::R);
+      for (int64_t row = begin; row < end; row += tile)
+        add_tile<S, F>(decoded + g * most, most, a, row, std::min(tile, end - row), b, count,
+                       sums + (row - begin) * width + g * S::R, width);
   }
   S::tile_release();
-  for (int64_t row = 0; row < q.rows; row++)
-    q.write(q, row, first * S::R, std::min(PANEL_ROWS, q.outputs - first * S::R), sums + row * PANEL_ROWS);
+  for (int64_t row = begin; row < end; row++)
+    q.write(q, row, output, std::min(width, q.outputs - output), sums + (row - begin) * width);
 }
 
 // How a call is shared out: `count` pieces, each with `own` bytes, zero at first, of the thread that computes it.
@@ -209,8 +241,10 @@ constexpr int64_t panels(int64_t outputs) { return (outputs + PANEL_ROWS - 1) / 
 
 // T: lane vectors with tile instructions.
 template <class T, Format F> bool run_tiles(const Linear &q) {
-  constexpr int64_t bytes = TILE_WIDTH / block_size(F) * (PANEL_ROWS / T::R) * int64_t(sizeof(TileBlock<T, F>));
-  return run_pieces<T, F>(q, {panels(q.outputs), bytes + (q.rows + TILE_ROWS) * PANEL_ROWS * int64_t(sizeof(float)),
+  constexpr int64_t bytes = TILE_WIDTH / block_size(F) * (TILE_PANEL_ROWS / T::R) * int64_t(sizeof(TileBlock<T, F>));
+  const int64_t width = tile_panel_rows(q), chunk = tile_chunk_rows(q);
+  const int64_t pieces = (q.outputs + width - 1) / width * ((q.rows + chunk - 1) / chunk);
+  return run_pieces<T, F>(q, {pieces, bytes + (chunk + TILE_ROWS) * width * int64_t(sizeof(float)),
       [](const Linear &q, const Activations &a, int64_t i, char *own) {
         tile_panel<T, F>(q, a, i, (TileBlock<T, F> *)own, (float *)(own + bytes));
       }});
@@ -229,7 +263,7 @@ template <class S, Format F> bool run_linear(const Linear &q) {
             panel<S, F>(q, a, i, (Decoded<S, F> *)own, (float *)(own + bytes));
           }});
     }
-  return run_pieces<S, F>(q, {groups<S, F>(q.outputs), 0,
+  return run_pieces<S, F>(q, {few_rows_pieces<S, F>(q), 0,
       [](const Linear &q, const Activations &a, int64_t i, char *) { few_rows<S, F>(q, a, i); }});
 }
 
@@ -241,10 +275,10 @@ template <class S, Format F> bool run_few(const Linear *q, int count) {
   activation_bytes<S, F>(q->rows, q->inputs, a, memory);
   for (int64_t i = 0; i < q->rows * (q->inputs / block_size(F)); i++) round_input<S, F>(*q, a, i);
   int64_t work = 0, outputs = 0;
-  for (int i = 0; i < count; i++) work += groups<S, F>(q[i].outputs), outputs += q[i].outputs;
+  for (int i = 0; i < count; i++) work += few_rows_pieces<S, F>(q[i]), outputs += q[i].outputs;
   share(q->rows * q->inputs * outputs < 65536 ? 1 : q->threads, work, [&](int64_t i, int) {
     const Linear *one = q;
-    for (; i >= groups<S, F>(one->outputs); one++) i -= groups<S, F>(one->outputs);
+    for (; i >= few_rows_pieces<S, F>(*one); one++) i -= few_rows_pieces<S, F>(*one);
     few_rows<S, F>(*one, a, i);
   });
   std::free(memory);

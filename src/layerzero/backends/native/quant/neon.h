@@ -9,6 +9,8 @@ namespace lz::quant {
 
 struct Neon {
   static constexpr int R = 4, GROUPS = 2, TILE = 4;
+  static constexpr int STREAMS = 1;             // groups of the weight multiplied with one row of x at once
+  static constexpr int AHEAD = 0;               // bytes fetched before they are loaded
   static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative
   static constexpr bool MATRIX = false;         // products of two rows of each at once

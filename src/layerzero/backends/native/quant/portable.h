@@ -9,7 +9,7 @@
 namespace lz::quant {
 
 template <int ROWS, bool SIGNED_BYTES> struct PlainLanes {
-  static constexpr int R = ROWS, GROUPS = 1, TILE = 1;
+  static constexpr int R = ROWS, GROUPS = 1, TILE = 1, STREAMS = 1, AHEAD = 0;
   static constexpr bool SIGNED = SIGNED_BYTES, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 

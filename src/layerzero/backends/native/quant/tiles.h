@@ -69,10 +69,10 @@ template <class S, Format F> void decode_tile(const Weight<S, F> &w, TileBlock<S
 // are scaled.
 
 // Adds the products of `blocks` blocks of a group, beginning with block `first` of rows row .. row + rows - 1 of x, to
-// `results`, PANEL apart. ROWS >= rows are scaled, and those beyond not stored.
-template <class S, Format F, int ROWS, int PANEL>
+// `results`, `width` apart. ROWS >= rows are scaled, and those beyond not stored.
+template <class S, Format F, int ROWS>
 FLATTEN void add_tile_blocks(const TileBlock<S, F> *w, const Activations &a, int64_t row, int64_t rows, int64_t first,
-                             int64_t blocks, float *results) {
+                             int64_t blocks, float *results, int64_t width) {
   alignas(64) int32_t sums[2][TILE_ROWS][S::R];
   const int8_t *x = a.codes_at(row, first * 32);
   const float *d = a.d + row * a.row_blocks + first, *s = a.s + row * a.row_blocks + first;
@@ -82,7 +82,7 @@ FLATTEN void add_tile_blocks(const TileBlock<S, F> *w, const Activations &a, int
     S::template tile_store<slot>(sums[slot], 4 * S::R);
   };
   typename S::F f[ROWS];
-  each<ROWS>([&](auto m) { f[m] = S::load_f(results + m * PANEL); });
+  each<ROWS>([&](auto m) { f[m] = S::load_f(results + m * width); });
   multiply(std::integral_constant<int, 0>{}, 0);
   for (int64_t b = 0; b < blocks; b++) {
     if (b + 1 < blocks && b % 2) multiply(std::integral_constant<int, 0>{}, b + 1);
@@ -96,42 +96,29 @@ FLATTEN void add_tile_blocks(const TileBlock<S, F> *w, const Activations &a, int
       if constexpr (has_min(F)) f[m] = S::fma(f[m], min, S::splat_f(s[at]));
     });
   }
-  each<ROWS>([&](auto m) { if (m < rows) S::store_f(results + m * PANEL, f[m]); });
+  each<ROWS>([&](auto m) { if (m < rows) S::store_f(results + m * width, f[m]); });
 }
 
 // The same for super-blocks of TILE_GROUPS groups, `step` blocks apart.
-template <class S, Format F, int PANEL>
+template <class S, Format F>
 FLATTEN void add_tile_super_blocks(const TileBlock<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t rows,
-                                   int64_t first, int64_t blocks, float *results) {
+                                   int64_t first, int64_t blocks, float *results, int64_t width) {
   constexpr int P = DIGITS<F>, G = TILE_GROUPS<F>;
   alignas(64) int32_t sums[2][G * P][TILE_ROWS][S::R];
   const int8_t *x = a.codes_at(row, first * 256), *split = a.split + row * a.row_split + first * SPLIT<F>;
   const float *d = a.d + row * a.row_blocks + first;
-  auto multiply = [&](int64_t b) {
-    each<G * P>([&](auto c) { S::template tile_zero<c>(); });
-    each<4>([&](auto k) {
-      S::template tile_load<4 + k % 2>(x + 256 * b + 64 * k, a.row_codes);
-      each<G * P>([&](auto c) {
-        S::template tile_load<6 + c % 2>(w[c / P * step + b].codes[c % P][16 * k], 4 * S::R);
-        S::template tile_dot<c, 4 + k % 2, 6 + c % 2, SIGNED_TILES<F>>();
-      });
-    });
-    each<G * P>([&](auto c) { S::template tile_store<c>(sums[b % 2][c], 4 * S::R); });
-  };
-  multiply(0);
-  for (int64_t b = 0; b < blocks; b++) {
-    if (b + 1 < blocks) multiply(b + 1);
+  auto scale_rows = [&](int64_t b, int64_t begin, int64_t end) {
     each<G>([&](auto g) {
       const TileBlock<S, F> &block = w[g * step + b];
       const typename S::F scale = S::load_f(block.d);
-      for (int64_t m = 0; m < rows; m++) {
+      for (int64_t m = begin; m < end; m++) {
         auto digit = [&](int p) { return S::load_i(sums[b % 2][g * P + p][m]); };
         auto seven = [&](typename S::I i) { return S::sub(S::template shl<3>(i), i); };
         typename S::I all;
         if constexpr (P == 2) all = S::add(digit(0), S::template shl<3>(digit(1)));
         else all = S::add(digit(0), seven(S::add(digit(1), seven(digit(2)))));
         const float dx = d[m * a.row_blocks + b];
-        float *to = results + m * PANEL + g * S::R;
+        float *to = results + m * width + g * S::R;
         typename S::F f = S::fma(S::load_f(to), S::to_float(all), S::times(scale, dx));
         if constexpr (has_min(F)) {
           const int8_t *own = split + m * a.row_split + b * SPLIT<F>;
@@ -141,16 +128,31 @@ FLATTEN void add_tile_super_blocks(const TileBlock<S, F> *w, int64_t step, const
         S::store_f(to, f);
       }
     });
-  }
+  };
+  // A quarter of the sums of the block before is scaled after each quarter of the products.
+  auto multiply = [&](int64_t b) {
+    each<G * P>([&](auto c) { S::template tile_zero<c>(); });
+    each<4>([&](auto k) {
+      S::template tile_load<4 + k % 2>(x + 256 * b + 64 * k, a.row_codes);
+      each<G * P>([&](auto c) {
+        S::template tile_load<6 + c % 2>(w[c / P * step + b].codes[c % P][16 * k], 4 * S::R);
+        S::template tile_dot<c, 4 + k % 2, 6 + c % 2, SIGNED_TILES<F>>();
+      });
+      if (b) scale_rows(b - 1, k * rows / 4, (k + 1) * rows / 4);
+    });
+    each<G * P>([&](auto c) { S::template tile_store<c>(sums[b % 2][c], 4 * S::R); });
+  };
+  for (int64_t b = 0; b < blocks; b++) multiply(b);
+  scale_rows(blocks - 1, 0, rows);
 }
 
 // Adds the products of TILE_GROUPS groups with a tile of rows, as gemm.h's add_rows.
-template <class S, Format F, int PANEL>
+template <class S, Format F>
 void add_tile(const TileBlock<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t rows, int64_t first,
-              int64_t blocks, float *results) {
-  if constexpr (super_blocks(F)) add_tile_super_blocks<S, F, PANEL>(w, step, a, row, rows, first, blocks, results);
-  else if (rows <= 8) add_tile_blocks<S, F, 8, PANEL>(w, a, row, rows, first, blocks, results);
-  else add_tile_blocks<S, F, 16, PANEL>(w, a, row, rows, first, blocks, results);
+              int64_t blocks, float *results, int64_t width) {
+  if constexpr (super_blocks(F)) add_tile_super_blocks<S, F>(w, step, a, row, rows, first, blocks, results, width);
+  else if (rows <= 8) add_tile_blocks<S, F, 8>(w, a, row, rows, first, blocks, results, width);
+  else add_tile_blocks<S, F, 16>(w, a, row, rows, first, blocks, results, width);
 }
 
 }  // namespace lz::quant

@@ -108,6 +108,23 @@ def test_a_change_of_any_source_names_another_library(folder, tmp_path, monkeypa
     assert len(seen) == 2 + len(native.HEADERS)
 
 
+def test_headers_of_torch_that_want_more_than_the_stand_ins_declare_are_used_whole(
+        folder, tmp_path, monkeypatch):
+    """A new torch may use more of the headers that the build replaces: it costs time, no build."""
+    commands = tmp_path / "commands"
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", f"""
+echo "$*" >> {commands}
+case "$*" in *{folder}*/include*) echo 'x.h:1: error: not declared' >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done; echo library > "$2"
+"""))
+    assert native.build_fast_path().read_text() == "library\n"
+    first, second = commands.read_text().splitlines()
+    assert first.replace(next(a for a in first.split() if a.endswith("/include")) + " ", "",
+                         1) == second
+    for name in native.REPLACED_HEADERS:       # else it would replace nothing
+        assert (Path(torch.__file__).parent / "include" / name).exists() or "node.h" in name
+
+
 # cannot be built
 
 def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):

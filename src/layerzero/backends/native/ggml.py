@@ -36,24 +36,22 @@ FORMATS = {f: i for i, f in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "
 _HUGE_PAGE = 2 << 20                           # bytes, where the base page is of 4 KiB
 
 
-def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
+def packed_bytes(weight_q: Tensor, format: str) -> int:
     outputs, row_bytes = weight_q.shape
     inputs = GGML_FORMATS[format].row_width(row_bytes)
-    size: int = build.module().ggml_packed_bytes(portable, FORMATS[format], outputs, inputs)
+    size: int = build.module().ggml_packed_bytes(FORMATS[format], outputs, inputs)
     return size
 
 
-def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
-                memory: Tensor | None = None) -> Tensor:
-    """Returns a weight (out_features, row_bytes) in the layout of this build, or the portable one,
-    in memory aligned to cache lines: at the beginning of `memory`, or new, in huge pages if it is
-    large."""
-    size = packed_bytes(weight_q, format, portable)
+def pack_weight(weight_q: Tensor, format: str, memory: Tensor | None = None) -> Tensor:
+    """Returns a weight (out_features, row_bytes) in the layout of this build, in memory aligned to
+    cache lines: at the beginning of `memory`, or new, in huge pages if it is large."""
+    size = packed_bytes(weight_q, format)
     if memory is None and size >= _HUGE_PAGE:
         memory = _pages(size)
     memory = torch.empty(size + 63, dtype=torch.uint8) if memory is None else memory
     packed = memory[-memory.data_ptr() % 64:][:size]
-    build.module().ggml_pack(portable, FORMATS[format], weight_q.data_ptr(), packed.data_ptr(),
+    build.module().ggml_pack(FORMATS[format], weight_q.data_ptr(), packed.data_ptr(),
                              len(weight_q), GGML_FORMATS[format].row_width(weight_q.shape[1]),
                              torch.get_num_threads())
     return packed
@@ -66,8 +64,7 @@ def _tile_use() -> int:
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, format: str,
-             portable: bool = False, out: Tensor | None = None,
-             tiles: bool | None = None) -> Tensor:
+             out: Tensor | None = None, tiles: bool | None = None) -> Tensor:
     """Returns x times a packed weight, plus bias. `tiles`: whether tile instructions (AMX) are
     used where there are some; None: where x has rows enough, unless they are switched off."""
     *batch, inputs = x.shape
@@ -75,7 +72,7 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
     if len(batch) != 1:
         x = x.contiguous()
     build.module().ggml_linear(
-        portable, FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
+        FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
         None if bias is None else bias.data_ptr(), out.data_ptr(), math.prod(batch), inputs,
         outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads(),
         _tile_use() if tiles is None else 2 * tiles)

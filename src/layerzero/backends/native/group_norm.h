@@ -118,7 +118,8 @@ template <class T> struct GroupNormer {
       });
   }
 
-  template <class P> bool run() const {
+  using Combine = void (GroupNormer::*)(const Moments *, float *, float *, float *) const;
+  bool run(Combine combine) const {
     const int threads = a.batch * a.channels * a.pixels < 32768 ? 1 : a.threads;
     const int64_t row = 3 * a.channels;         // mean, factor and shift of an image
     const size_t bytes = sizeof(Moments) * a.batch * blocks * a.groups + sizeof(float) * row * (a.batch + threads);
@@ -131,7 +132,7 @@ template <class T> struct GroupNormer {
     });
     for (int64_t i = 0; i < a.batch; i++) {
       float *mean = images + row * i;
-      combine<P>(moments + i * blocks * a.groups, mean, mean + a.channels, mean + 2 * a.channels);
+      (this->*combine)(moments + i * blocks * a.groups, mean, mean + a.channels, mean + 2 * a.channels);
     }
     share(threads, a.batch * blocks, [&](int64_t i, int) {
       const float *mean = images + row * (i / blocks);
@@ -142,6 +143,8 @@ template <class T> struct GroupNormer {
   }
 };
 
-template <class T, class P> bool run_group_norm(const GroupNorm &a) { return GroupNormer<T>{a}.template run<P>(); }
+template <class T, class P> bool run_group_norm(const GroupNorm &a) {
+  return GroupNormer<T>{a}.run(&GroupNormer<T>::template combine<P>);
+}
 
 }  // namespace lz

@@ -93,23 +93,20 @@ PyObject *grouped_attention(PyObject *, PyObject *const *args, Py_ssize_t count)
   return invalid >= 0 ? PyLong_FromLongLong(invalid) : run_grouped(dtype, a, t);
 }
 
-template <class I> PyObject *run_paged(Arguments &in, int64_t dtype) {
+// Returns None, or False if lengths or pages do not fit the cache.
+PyObject *paged_attention(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  const int64_t dtype = in.whole();
+  PageTable t;
+  t.wide = in.whole();
   Grouped a;
   read_grouped(in, a);
-  PageTable<I> t;
-  t.table = (const I *)in.address(), t.table_row = in.whole(), t.batch = in.whole(), t.width = in.whole();
-  t.lengths = (const I *)in.address(), t.starts = (const I *)in.address(t.has_starts);
+  t.table = in.address(), t.table_row = in.whole(), t.batch = in.whole(), t.width = in.whole();
+  t.lengths = in.address(), t.starts = in.address(t.has_starts);
   t.pages = in.whole(), t.page_size = in.whole(), t.k_page = in.whole(), t.v_page = in.whole();
   t.tokens = a.tokens;
   if (!in.ok) return nullptr;
   return t.valid() ? run_grouped(dtype, a, t) : Py_NewRef(Py_False);
-}
-
-// Returns None, or False if lengths or pages do not fit the cache.
-PyObject *paged_attention(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Arguments in{args, count};
-  int64_t dtype = in.whole();
-  return in.whole() ? run_paged<int64_t>(in, dtype) : run_paged<int32_t>(in, dtype);
 }
 
 PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {

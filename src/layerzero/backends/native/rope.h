@@ -75,20 +75,25 @@ template <class T> void rotate_heads(const Rope &a, const Heads &h, int64_t b, i
   }
 }
 
-template <class T, class P> bool run_rope(const Rope &a) {
+template <class P> void widen_angles(const void *from, int64_t at, int64_t count, float *to) {
+  for_each_vector(count, [&](int64_t d, int n) { store_n(to + d, load_n((const P *)from + at + d, n), n); });
+}
+
+template <class T> bool rotate(const Rope &a, void (*widen)(const void *from, int64_t at, int64_t count, float *to)) {
   const int64_t tokens = a.batch * a.seq, work = tokens * (a.query.count + a.key.count) * a.dim;
   const int threads = work < 32768 ? 1 : a.threads;
   std::vector<float> angles(2 * a.half * threads);
   share(threads, tokens, [&](int64_t i, int thread) {
     float *cos = angles.data() + 2 * a.half * thread, *sin = cos + a.half;
     int64_t b = i / a.seq, s = i % a.seq, row = a.position(b, s);
-    const P *c = (const P *)a.cos + b * a.cos_batch + row * a.cos_row;
-    const P *n = (const P *)a.sin + b * a.sin_batch + row * a.sin_row;
-    for_each_vector(a.half, [&](int64_t d, int k) { store_n(cos + d, load_n(c + d, k), k), store_n(sin + d, load_n(n + d, k), k); });
+    widen(a.cos, b * a.cos_batch + row * a.cos_row, a.half, cos);
+    widen(a.sin, b * a.sin_batch + row * a.sin_row, a.half, sin);
     rotate_heads<T>(a, a.query, b, s, cos, sin);
     rotate_heads<T>(a, a.key, b, s, cos, sin);
   });
   return true;
 }
+
+template <class T, class P> bool run_rope(const Rope &a) { return rotate<T>(a, widen_angles<P>); }
 
 }  // namespace lz

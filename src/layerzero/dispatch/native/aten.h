@@ -187,7 +187,7 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
     if (!converts) return call_python(call, values);
     Py_ssize_t item = call.item, first = call.first;
     R out = std::apply([](auto &...each) {
-      pybind11::gil_scoped_release no_gil;      // `call` may be freed from here on
+      WithoutGil released;                      // `call` may be freed from here on
       return Op::call(each.get()...);
     }, arguments);
     return wrap(std::move(out), item, first);

@@ -28,6 +28,11 @@ struct Call {
   Py_ssize_t item = -1, first = -1;             // which element, or how many, of a tuple to return
 };
 
+struct WithoutGil {
+  PyThreadState *state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
+};
+
 // A borrowed reference.
 inline PyObject *argument(const Call &call, PyObject **values, Source source) {
   return source.kind == Source::CONSTANT ? call.constants[source.index] : values[source.index];

@@ -10,7 +10,7 @@
 #pragma once
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/rand.h>
+#include <ATen/ops/rand_ops.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -158,15 +158,12 @@ inline bool stream_of(int device, uintptr_t *stream) {
   return false;
 }
 
-struct WithoutGil {
-  PyThreadState *state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
-
 // As at::empty, but not through torch's dispatcher, which takes longer than the allocation itself. The current device is
 // that of the recording.
 inline at::Tensor allocate(const Allocation &a) {
-  if (a.is_random) return at::rand(a.sizes, a.options);
+  if (a.is_random)
+    return at::_ops::rand::call(c10::fromIntArrayRefSlow(a.sizes), c10::typeMetaToScalarType(a.options.dtype()),
+                                a.options.layout(), a.options.device(), a.options.pinned_memory());
   const c10::DispatchKeySet keys(a.options.computeDispatchKey());
   const c10::ScalarType dtype = c10::typeMetaToScalarType(a.options.dtype());
   return a.dense ? at::detail::empty_generic(a.sizes, a.allocator, keys, dtype, std::nullopt)
@@ -286,7 +283,7 @@ inline int64_t number_at(PyObject *tuple, Py_ssize_t i) { return PyLong_AsLongLo
 inline bool read_values(Recording *r, PyObject *values) {
   for (int i = 0; i < (int)PyTuple_GET_SIZE(values); i++) {
     PyObject *v = PyTuple_GET_ITEM(values, i);
-    if (THPVariable_Check(v)) {
+    if (PyObject_TypeCheck(v, tensor_type)) {
       const at::Tensor &t = THPVariable_Unpack(v);
       if (t.layout() != c10::kStrided || !t.has_storage()) return false;
       r->forms.push_back({i, t.scalar_type(), t.device(), (uint8_t)((uintptr_t)t.unsafeGetTensorImpl()->data() & 15),

@@ -194,25 +194,28 @@ struct ItemTable {
 
 // The block tables of a paged cache: sequences with equal pages at their beginning share them, as
 // far as they are equal, and so do those of them whose next pages are equal.
-template <class I> struct PageTable {
-  const I *table, *lengths, *starts;            // starts: of the queries; absent: one each
-  bool has_starts;
+struct PageTable {
+  const void *table, *lengths, *starts;         // starts: of the queries; absent: one each
+  bool has_starts, wide;                        // wide: of int64, not int32
   int64_t batch, width, table_row, pages, page_size, tokens, k_page, v_page;
 
-  int64_t query(int64_t i) const { return has_starts ? int64_t(starts[i]) : i; }
+  int64_t number(const void *of, int64_t i) const { return wide ? ((const int64_t *)of)[i] : ((const int32_t *)of)[i]; }
+  int64_t query(int64_t i) const { return has_starts ? number(starts, i) : i; }
 
   bool valid() const {
     if (has_starts && (query(0) != 0 || query(batch) != tokens)) return false;
     for (int64_t i = 0; i < batch; i++) {
-      const int64_t n = lengths[i];
+      const int64_t n = number(lengths, i);
       if (n < 0 || n > width * page_size || query(i + 1) < query(i)) return false;
-      for (int64_t p = 0; p * page_size < n; p++)
-        if (table[i * table_row + p] < 0 || table[i * table_row + p] >= pages) return false;
+      for (int64_t p = 0; p * page_size < n; p++) {
+        const int64_t page = number(table, i * table_row + p);
+        if (page < 0 || page >= pages) return false;
+      }
     }
     return true;
   }
 
-  int64_t page(int64_t i, int64_t key) const { return table[i * table_row + key / page_size]; }
+  int64_t page(int64_t i, int64_t key) const { return number(table, i * table_row + key / page_size); }
 
   void plan(Plan &p) const {
     struct Sequence { int64_t row, item, high; };
@@ -226,7 +229,7 @@ template <class I> struct PageTable {
     for (int64_t i = 0; i < batch; i++) {
       const int64_t n = query(i + 1) - query(i);
       if (!n) continue;
-      if (p.add(query(i), n, lengths[i], [&](const Item &block) {
+      if (p.add(query(i), n, number(lengths, i), [&](const Item &block) {
             for (int64_t key = p.low(block); key < p.high(block);) key += add_piece(i, key, p.high(block));
           })) {
         const int64_t low = p.low(p.items.back());
@@ -239,7 +242,10 @@ template <class I> struct PageTable {
       int64_t key = groups.back().key;
       groups.pop_back();
       all.erase(std::remove_if(all.begin(), all.end(), [&](auto &s) { return s.high <= key; }), all.end());
-      std::stable_sort(all.begin(), all.end(), [&](auto &x, auto &y) { return page(x.row, key) < page(y.row, key); });
+      std::sort(all.begin(), all.end(), [&](auto &x, auto &y) {
+        const int64_t first = page(x.row, key), second = page(y.row, key);
+        return first == second ? x.row < y.row : first < second;
+      });
       for (size_t from = 0, to; from < all.size(); from = to) {
         int64_t end = all[from].high;
         for (to = from; to < all.size() && page(all[to].row, key) == page(all[from].row, key); to++)

@@ -5,11 +5,6 @@
 namespace lz {
 namespace {
 
-// Calls work(the ISA of this build or the portable one, the format), both as types.
-template <class W> auto for_quantized(bool portable, int64_t format, W work) {
-  return quant::for_format(format, [&](auto f) { return portable ? work(quant::Portable{}, f) : work(quant::Isa{}, f); });
-}
-
 // The instruction set of this build, and whether products for many rows may use tiles.
 PyObject *ggml_isa(PyObject *, PyObject *const *, Py_ssize_t) {
   return Py_BuildValue("(sO)", quant::ISA, quant::tiles_usable() ? Py_True : Py_False);
@@ -17,17 +12,15 @@ PyObject *ggml_isa(PyObject *, PyObject *const *, Py_ssize_t) {
 
 PyObject *ggml_packed_bytes(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
-  const bool portable = in.whole();
   const int64_t format = in.whole(), outputs = in.whole(), inputs = in.whole();
   if (!in.ok) return nullptr;
-  return PyLong_FromLongLong(for_quantized(portable, format, [&](auto s, auto f) {
-    return quant::packed_bytes<decltype(s), f>(outputs, inputs);
+  return PyLong_FromLongLong(quant::for_format(format, [&](auto f) {
+    return quant::packed_bytes<quant::Isa, f>(outputs, inputs);
   }));
 }
 
 PyObject *ggml_pack(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
-  const bool portable = in.whole();
   const int64_t format = in.whole();
   const uint8_t *from = (const uint8_t *)in.address();
   void *to = in.address();
@@ -35,9 +28,7 @@ PyObject *ggml_pack(PyObject *, PyObject *const *args, Py_ssize_t count) {
   const int threads = int(in.whole());
   if (!in.ok) return nullptr;
   return none_or_memory_error(without_gil(true, [&] {
-    for_quantized(portable, format, [&](auto s, auto f) {
-      quant::pack_all<decltype(s), f>(from, outputs, inputs, to, threads);
-    });
+    quant::for_format(format, [&](auto f) { quant::pack_all<quant::Isa, f>(from, outputs, inputs, to, threads); });
     return true;
   }));
 }
@@ -45,7 +36,6 @@ PyObject *ggml_pack(PyObject *, PyObject *const *args, Py_ssize_t count) {
 PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   quant::Linear q;
-  const bool portable = in.whole();
   const int64_t format = in.whole(), dtype = in.whole();
   q.x = in.address(), q.weight = in.address(), q.bias = in.address(q.has_bias), q.out = in.address();
   q.rows = in.whole(), q.inputs = in.whole(), q.outputs = in.whole(), q.x_row = in.whole();
@@ -56,7 +46,7 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return true;
   });
   return none_or_memory_error(without_gil(q.rows * q.inputs * q.outputs > 65536, [&] {
-    return for_quantized(portable, format, [&](auto s, auto f) { return quant::run_linear<decltype(s), f>(q); });
+    return quant::for_format(format, [&](auto f) { return quant::run_linear<quant::Isa, f>(q); });
   }));
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -288,13 +287,13 @@ class Contest:
     def _level_ties(self, rows: tuple[Measurement, ...], tied: list[str],
                     costs: Timings) -> tuple[Measurement, ...]:
         """Record kernels that cannot be told apart as equal, so that noise does not change the
-        choice in every run.
+        choice in every run: with the time of the fastest, so that none that lost comes before them.
 
         Torch's own default wins a tie: the others have nothing to offer over it.
         """
         if len(tied) == 1:
             return rows
-        shared_us = statistics.median(us for name in tied for us in costs.rounds[name])
+        shared_us = costs.median(tied[0])
         tied_rows = [m for m in rows if m.kernel in tied]
         spread, samples = max(m.spread for m in tied_rows), min(m.samples for m in tied_rows)
         baselines = {k for k in tied if self.world.catalog.by_id[k].baseline}

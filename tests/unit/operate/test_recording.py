@@ -18,6 +18,7 @@ from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, ru
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
+from layerzero.cli.commands.measure import workload
 from layerzero.dispatch import dispatcher as dispatching
 from layerzero.dispatch import native
 from layerzero.dispatch.dispatcher import dispatchers, public_function
@@ -315,6 +316,28 @@ def test_the_exit_code_is_the_programs_own_and_what_came_before_is_kept(tmp_path
     killed = run(APP + "    os.kill(os.getpid(), 9)\n", "--out", str(out))
     assert killed.returncode == 128 + signal.SIGKILL
     assert [c.op for c in read_calls(out)] == ["rms_norm"]
+
+
+@pytest.mark.parametrize(("on_interrupt", "on_end", "code"), [
+    ("lambda *_: sys.exit(3)", "signal.SIG_DFL", 3),
+    ("signal.SIG_IGN", "signal.SIG_DFL", 128 + signal.SIGTERM),
+    ("signal.SIG_IGN", "signal.SIG_IGN", 128 + signal.SIGKILL)])
+def test_an_interrupt_ends_the_command_and_what_it_did_is_kept(monkeypatch, tmp_path, on_interrupt,
+                                                               on_end, code):
+    monkeypatch.setattr(workload, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(os, "tcgetpgrp", lambda terminal: 0)       # no terminal has sent it to all
+    call = {"op": "rms_norm", "arguments": {"x": {"shape": [4, 64], "dtype": "float32"}}}
+    program = f"""
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, {on_interrupt})
+signal.signal(signal.SIGTERM, {on_end})
+folder = pathlib.Path(os.environ["LAYERZERO_RECORD"])
+(folder / "1.jsonl").write_text({json.dumps(call)!r})
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    got, calls = workload.record_calls((sys.executable, "-S", "-c", program))
+    assert got == code and [c.op for c in calls] == ["rms_norm"]
 
 
 @whole_programs

@@ -185,6 +185,17 @@ def test_what_cannot_be_told_apart_is_a_tie_and_stays_one_choice(script):
         assert explain_norm().kernel == "fake.second"
 
 
+def test_a_kernel_that_lost_is_not_chosen_because_others_tie(script):
+    """It is slower than torch in every round; the third's noise must not lift torch above it."""
+    swing = [100.0, 100.0, 140.0, 100.0, 140.0] * 40
+    serve(script.fake("fake.torch", *swing, baseline=True),
+          script.fake("reference.slower", *(1.04 * us for us in swing)),
+          script.fake("fake.noisy", *(101.0 if us > 100 else 140.0 for us in swing)))
+    tuned = tune([norm()]).tuned[0]
+    assert (tuned.best, tuned.chosen, tuned.tied) == ("fake.torch", "fake.torch", ("fake.noisy",))
+    assert explain_norm().kernel == "fake.torch"
+
+
 def test_the_gain_is_over_the_baseline_and_the_roofline_is_the_device_s(script):
     serve(script.fake("fake.torch", 30.0, baseline=True), script.fake("fake.own", 10.0))
     tuned = tune([norm(8, 32)]).tuned[0]

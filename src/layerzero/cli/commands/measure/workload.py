@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -27,6 +29,7 @@ from ...calls import calls_of, device_kind
 from ...options import Source
 
 SHOWN = 25
+GRACE_SECONDS = 10.0                           # for an interrupted command to end by itself
 
 
 def record(command: Sequence[str], out: Path, as_json: bool) -> int:
@@ -53,14 +56,30 @@ def record_calls(command: Sequence[str]) -> tuple[int, tuple[Call, ...]]:
 
 
 def _run(command: Sequence[str], folder: str) -> int:
+    """Run the command. An interrupt is passed on; one that does not end by it, or is interrupted
+    again, is ended."""
     process = subprocess.Popen(command, env={**os.environ, VARIABLE: folder})
+    ways_to_end = iter((partial(_pass_on_interrupt, process), process.terminate))
+    seconds = None
     while True:
         try:
-            code = process.wait()
+            code = process.wait(seconds)
             # ended by a signal: the code a shell gives
             return code if code >= 0 else 128 - code
-        except KeyboardInterrupt:              # the command got it too, and may finish its work
-            continue
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            seconds = GRACE_SECONDS
+            next(ways_to_end, process.kill)()
+
+
+def _pass_on_interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the process, unless it has got the signal itself: a terminal sends it to all."""
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            has_got_it = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:                            # there is no terminal
+        has_got_it = sys.platform == "win32"
+    if not has_got_it:
+        process.send_signal(signal.SIGINT)
 
 
 def _report(calls: tuple[Call, ...], out: Path, next_step: str) -> None:

@@ -20,7 +20,13 @@ from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Category
-from layerzero.verify.kernel.contract import case_values, check_case, check_kernel, refusals
+from layerzero.verify.kernel.contract import (
+    case_outline,
+    case_values,
+    check_case,
+    check_kernel,
+    refusals,
+)
 from layerzero.verify.kernel.judging import worst_indices
 
 ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm",
@@ -54,7 +60,7 @@ def here(kernel: Kernel) -> str:
     reason = loading.availability(kernel)
     if reason is not None:
         return str(reason)
-    facts = cpu_facts(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))
+    facts = cpu_facts(kernel.op, case_outline(kernel.op, kernel.op.cases[0], "float32"))
     device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
                     <= {"device", "isa"}]
     outcome = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
@@ -91,7 +97,7 @@ def _refused(kernel: Kernel, case: dict[str, Any], dtype: str) -> bool:
     """A cell that the rules refuse is no test: it is counted, and left out of the grid."""
     key = kernel.op.name, repr(case), dtype
     if key not in _FACTS:
-        _FACTS[key] = cpu_facts(kernel.op, case_values(kernel.op, case, dtype))
+        _FACTS[key] = cpu_facts(kernel.op, case_outline(kernel.op, case, dtype))
     refused = not serves(kernel, _FACTS[key])
     _REFUSED[kernel.id] = _REFUSED.get(kernel.id, 0) + refused
     return refused

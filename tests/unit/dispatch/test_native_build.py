@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import RMS_NORM, rows, run_python
+from plain_build import build_by_plain_compiler
 
 import layerzero as lz
 from layerzero.dispatch import native
@@ -21,7 +21,6 @@ from layerzero.files.sealed import SealedFolder
 from layerzero.spec.errors import ConfigError
 
 SOURCES = Path(lz.__file__).parents[1]
-COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 REPORT = """
 import json, torch
@@ -247,38 +246,16 @@ def test_a_library_of_another_source_is_not_looked_at(tmp_path, monkeypatch):
 # really built
 
 @pytest.mark.integration
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_a_real_build(tmp_path):
-    """Compiles for the installed torch (some 20 seconds), then a new process uses it. Without
-    optimization: `make build` and the tests of the native path are of the real options."""
-    cxx = script(tmp_path / "cxx", f"""
-for a in "$@"; do
-  shift
-  case $a in
-    -O3) set -- "$@" -O0 ;;
-    *) set -- "$@" "$a" ;;
-  esac
-done
-exec {COMPILER} "$@" """)
-    tmp_path = tmp_path / "cache"
-    code = """
-from layerzero.dispatch import native
-assert native.status().text.startswith("not built")
-said = []
-path = native.build(say=said.append)
-assert path.exists() and len(said) == 4, said
-assert {line.split()[1] for line in said[:2]} == {"fastpath.cpp", "kernels.cpp"}, "at the same time"
-assert native.status().ok, "usable at once"
-stamp = path.stat().st_mtime_ns
-assert native.build(say=said.append) == path and path.stat().st_mtime_ns == stamp and len(said) == 4, "built once"
-print(sorted(p.name for p in path.parent.iterdir()))
-"""
-    built = process(code, LAYERZERO_CACHE_DIR=str(tmp_path), CXX=cxx)
-    assert built == "['fastpath.so', 'fastpath.so.seal']"
-    outcome = report(tmp_path)
+def test_a_real_build(tmp_path_factory):
+    """Compiles for the installed torch, then a new process uses it. Without optimization: `make
+    build` and the tests of the native path are of the real options."""
+    folder, path, said = build_by_plain_compiler(tmp_path_factory)
+    assert {line.split()[1] for line in said[:2]} == {"fastpath.cpp", "kernels.cpp"}, "at once"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["fastpath.so", "fastpath.so.seal"]
+    outcome = report(folder)
     assert (outcome["ok"] and outcome["found"] == f"loaded for torch {torch.__version__}"
             and outcome["hint"] == "")
     assert (outcome["native"] == "builtin_function_or_method" and outcome["right"]
             and sum(outcome["calls"].values()) == 3)
-    off = report(tmp_path, LAYERZERO_NATIVE="0")
+    off = report(folder, LAYERZERO_NATIVE="0")
     assert off["native"] == "function" and "switched off" in off["found"]

@@ -207,7 +207,7 @@ def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(f
     byte."""
     path, connect = folder / "perf.sqlite", SqliteStore._connect
     kinds, alive = set(), 0
-    moments = [("trace", n) for n in range(1, 30)] + [("progress", n) for n in range(1, 900, 40)]
+    moments = [("trace", n) for n in range(1, 30)] + [("progress", n) for n in range(1, 900, 75)]
     for hook, last in moments:
         for old in folder.iterdir():
             old.unlink()

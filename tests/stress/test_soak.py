@@ -7,15 +7,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, register
+from helpers import RMS_NORM, Fake, Program, register, wait_for
 
 import layerzero as lz
 from layerzero.cli import main
@@ -129,7 +127,7 @@ def test_a_disturbance_that_raises_is_a_failure(monkeypatch):
 def test_a_soak_goes_on_in_parts(tmp_path, capsys):
     path = tmp_path / "soak.json"
     words = ["soak", "rms_norm", "rope", "--device", "cpu", "--threads", "2", "--no-forks"]
-    for minutes, parts in ((0.04, 1), (0.04, 2)):
+    for minutes, parts in ((0.02, 1), (0.02, 2)):
         with pytest.raises(SystemExit) as stop:
             main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]),
                   str(path)])
@@ -149,23 +147,23 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     path = tmp_path / "soak.json"
     env = {**os.environ,
            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "rms_norm", "rope",
-                                "--minutes", "5", "--device", "cpu", "--no-forks",
-                                "--threads", "2", "--out", str(path)],
-                               env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said, told = tmp_path / "stdout", tmp_path / "stderr"
+    with said.open("wb") as stdout, told.open("wb") as stderr:
+        running = Program("-m", "layerzero", "soak", "rms_norm", "rope", "--minutes", "5",
+                          "--device", "cpu", "--no-forks", "--threads", "2", "--out", str(path),
+                          env=env, stdout=stdout.fileno(), stderr=stderr.fileno())
     try:
-        end = time.monotonic() + 240
-        while not path.exists() and time.monotonic() < end and running.poll() is None:
-            time.sleep(0.1)
-        running.send_signal(getattr(signal, ending))
-        out, err = running.communicate(timeout=240)
-    finally:
-        running.kill()
-    assert running.returncode == 130, err
+        wait_for(path.exists)
+        os.kill(running.pid, getattr(signal, ending))
+    except BaseException:                      # re-raised: it would go on for minutes
+        os.kill(running.pid, signal.SIGKILL)
+        raise
+    code, out, err = running.wait(), said.read_text(), told.read_text()
+    assert code == 130, err
     report = SoakReport.load(path)
     assert report.parts[0].interrupted and not report.complete and report.counts["calls"] > 0
     assert f"lz soak --resume {path} goes on" in out and "Traceback" not in err
-    assert [p.name for p in tmp_path.iterdir()] == ["soak.json"]
+    assert {p.name for p in tmp_path.iterdir()} == {"soak.json", said.name, told.name}
 
 
 def test_what_is_no_report_is_a_data_error(tmp_path):

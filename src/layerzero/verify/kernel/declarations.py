@@ -39,7 +39,7 @@ from .cases import (
     small_stress,
     unrestricted_arguments,
 )
-from .contract import case_values, formula, generate_values, results_of
+from .contract import case_outline, case_values, formula, generate_values, results_of
 from .gradients import gradient_cases
 
 Facts = dict[str, Any]
@@ -235,7 +235,7 @@ def _known_calls(op: Op) -> tuple[tuple[frozenset[str], Facts], ...]:
     """Returns (given arguments, facts) of every case at every dtype, with and without gradients."""
     return tuple(row for dtype in op.dtypes
                  for case in (*op.cases, *small_stress(op), *gradient_cases(op))
-                 for row in _call_rows(op, case_values(op, case, dtype)))
+                 for row in _call_rows(op, case_outline(op, case, dtype)))
 
 
 def _call_rows(op: Op, values: Mapping[str, Any]) -> Iterator[tuple[frozenset[str], Facts]]:

@@ -149,7 +149,7 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     said, told = tmp_path / "stdout", tmp_path / "stderr"
     with said.open("wb") as stdout, told.open("wb") as stderr:
-        running = Program("-m", "layerzero", "soak", "rms_norm", "rope", "--minutes", "5",
+        running = Program("-m", "layerzero", "soak", "rms_norm", "rope", "--minutes", "0.2",
                           "--device", "cpu", "--no-forks", "--threads", "2", "--out", str(path),
                           env=env, stdout=stdout.fileno(), stderr=stderr.fileno())
     try:

@@ -11,8 +11,8 @@ from .integrations.hub.errors import HubError as HubError
 from .integrations.hub.hub import Hub as Hub
 from .operate.triton_kernels import Grid, TritonCache
 from .spec.device import GPUGeneration as GPUGeneration
+from .spec.kernel import ByFact, Direct, Kernel
 from .spec.kernel import Const as Const
-from .spec.kernel import Direct, Kernel
 from .spec.op import Op
 from .spec.rules import Condition
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def direct(
-    fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
+    fn: Callable[..., Any] | ByFact, *args: Any, item: int | None = None, first: int | None = None,
     otherwise: Callable[..., Any] | None = None, **kwargs: Any,
 ) -> Direct:
     """
     Args:
-        fn (Callable[..., Any])
+        fn (Callable[..., Any] | ByFact)
         *args (Any)
         item (int | None)
         first (int | None)

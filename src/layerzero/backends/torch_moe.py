@@ -329,6 +329,7 @@ def _masked_experts() -> Callable[..., Any]:
     return run
 
 
+MAX_GROUPS = 1024                              # of torch._grouped_mm on CUDA
 # bf16 only: other dtypes run on some devices only, and cannot be traced.
 GROUPED: tuple[r.Condition, ...] = (
     r.device("cpu", "cuda"), r.any_of(r.device("cpu"), r.vendor("nvidia")),
@@ -347,7 +348,8 @@ KERNELS = (
                      r.any_of(r.at_least("weights.stride_last", 2), r.aligned("weights", 16)),
                      # contiguous, or a transposed contiguous one: k and n are multiples of 8
                      r.any_of(r.at_least("weights.stride_last", 8),
-                              r.contiguous("weights", repair=False))),
+                              r.contiguous("weights", repair=False)),
+                     r.when(r.device("cuda"), r.at_most("groups", MAX_GROUPS))),
            note="its backward refuses gradients that were broadcast, such as those of a sum"),
     Kernel("torch.grouped_bmm", grouped_gemm, _grouped_padded, prior=2.0, overhead_us=40.0,
            graph_safe=False, traceable=False,
@@ -373,5 +375,6 @@ KERNELS = (
            requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8),
                      r.multiple_of("inner", 8), r.contiguous("w_gate_up"), r.contiguous("w_down"),
                      *(r.when(r.device("cuda"), r.aligned(name, 16))
-                       for name in ("w_gate_up", "w_down")))),
+                       for name in ("w_gate_up", "w_down")),
+                     r.when(r.device("cuda"), r.at_most("experts", MAX_GROUPS)))),
 )

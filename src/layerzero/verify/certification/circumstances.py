@@ -296,6 +296,9 @@ class FarApart(Circumstance):
         distant = with_distant_rows(t) if isinstance(t, Tensor) else None
         return None if distant is None else {**values, self.tensor: distant}
 
+    def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, self.tensor: values[self.tensor].contiguous()}
+
 
 def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """Yields the circumstances of a lane: quick has each kind, full every layout of every

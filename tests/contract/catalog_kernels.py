@@ -13,9 +13,12 @@ from layerzero.machine.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 
-KERNELS: tuple[Kernel, ...] = tuple(
-    kernel for name in CATALOG
-    for kernel in importlib.import_module(f"layerzero.backends.{name}").KERNELS)
+# one op after the other: the inputs of a case and what the formula gives for them are kept while
+# kernels of the same op follow each other
+KERNELS: tuple[Kernel, ...] = tuple(sorted(
+    (kernel for name in CATALOG
+     for kernel in importlib.import_module(f"layerzero.backends.{name}").KERNELS),
+    key=lambda kernel: kernel.op.name))
 
 
 def case_id(case: Mapping[str, Any]) -> str:

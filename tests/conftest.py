@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest import logging as logging_plugin
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair.
@@ -68,11 +69,30 @@ def pytest_collection_finish() -> None:
     takes a second where a model library was imported."""
     gc.collect()
     gc.freeze()
-    # pytest 9 gives its handler to every logger that does not propagate, six times for each test;
-    # of torch's dozens the root's will do.
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
-            logger.propagate = True
+
+
+class CatchingAtTheRoot:
+    """pytest 9 looks six times for each test at every logger there is, and gives its handler to
+    those that do not propagate, torch's dozens. No test is about these: the root's will do."""
+
+    def __init__(self, handler: logging.Handler, level: int | None = None) -> None:
+        self.handler, self.level, self.before = handler, level, logging.root.level
+
+    def __enter__(self) -> logging.Handler:
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.before = logging.root.level
+            logging.root.setLevel(min(self.before, self.level))
+        logging.root.addHandler(self.handler)
+        return self.handler
+
+    def __exit__(self, *_: object) -> None:
+        if self.level is not None:
+            logging.root.setLevel(self.before)
+        logging.root.removeHandler(self.handler)
+
+
+vars(logging_plugin)["catching_logs"] = CatchingAtTheRoot
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from catalog_kernels import KERNELS
 
-from layerzero.dispatch.facts import read
 from layerzero.machine.hardware import probe
 from layerzero.spec.device import CPU_ISA, Device
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import AnyOf, Condition, Rule, When
-from layerzero.verify.kernel.contract import case_values
+from layerzero.verify.kernel.contract import case_facts
 
 
 def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
@@ -108,7 +107,7 @@ def accepted_facts(kernel: Kernel) -> dict[str, Any] | None:
             continue
         for dtype in kernel.op.dtypes:
             for case in kernel.op.cases:
-                facts = {**read(kernel.op, case_values(kernel.op, case, dtype)), **device.facts()}
+                facts = {**case_facts(kernel.op, case, dtype), **own}
                 if not list(kernel.reasons(facts)):
                     return facts
     return None

@@ -274,9 +274,10 @@ def nested(depth):
     return nest
 
 
+DEEP = nested(5000)                            # takes milliseconds to make
 HOSTILE = {
     "int": lambda: HostileInt(1), "float": lambda: HostileFloat(1.0),
-    "text": lambda: HostileText("x"), "object": HostileObject, "deep": lambda: nested(5000),
+    "text": lambda: HostileText("x"), "object": HostileObject, "deep": lambda: DEEP,
     "huge": lambda: list(range(10**5)), "long": lambda: "x" * 10**5, "surrogate": lambda: "\ud800",
     "zero byte": lambda: "\0", "bytes": lambda: b"x" * 10**5, "range": lambda: range(10**9),
     "ellipsis": lambda: ..., "type": lambda: int, "numpy text": lambda: np.str_("x"),

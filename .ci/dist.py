@@ -99,7 +99,7 @@ def install_and_call(wheel: Path, commands: bool = True) -> str:
         run(sys.executable, "-m", "venv", "--without-pip", str(venv))
         python = str(venv / "bin" / "python")
         run(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check",
-            "install", "-q", "--no-deps", "--no-index", str(wheel), env=environ)
+            "install", "-q", "--no-deps", "--no-index", "--no-compile", str(wheel), env=environ)
         # The libraries of this Python come after the wheel's own folder; .pth files in them, and so
         # an editable install of this tree, are not read.
         (site,) = venv.glob("lib/python*/site-packages")

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # torch imports it in the first call of a meta function
 
 
 def next_program(listener: socket.socket) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import models  # noqa: E402
-from helpers import collect_garbage  # noqa: E402
+from helpers import collect_garbage, run_python  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -181,8 +179,7 @@ import inspect, transformers.modeling_utils as m
 assert "class PreTrainedModel" in inspect.getsource(m)
 print(auto.unpatch())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "LAYERZERO_AUTO": "1"})
+    done = run_python("-c", code, env={**os.environ, "LAYERZERO_AUTO": "1"})
     assert done.stdout.strip() == "1", done.stderr
 
 

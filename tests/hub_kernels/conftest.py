@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hub_repositories
 import pytest
-from helpers import emitted, world
+from helpers import emitted, run_python, world
+
+from layerzero.integrations.hub import importing
 
 __all__ = ["emitted", "world"]
 # what they are about
@@ -27,10 +31,18 @@ def compiled(libraries, tmp_path_factory, own_cache, monkeypatch) -> dict[int, P
     """Two versions of a compiled kernel: version -> its library, with operations in a namespace of
     its own.
 
-    The tests with them share a cache, so that each is imported only once by a process of its own.
+    The tests with them share a cache, so that each is imported only once by a process of its own,
+    which is forked from one that has torch.
     """
     shared = tmp_path_factory.getbasetemp() / "compiled"
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(shared))
+
+    def run(command: list[str], timeout: float,
+            **_: bool) -> subprocess.CompletedProcess[str]:
+        return run_python(*command[1:], timeout=timeout)
+
+    monkeypatch.setattr(importing, "subprocess", SimpleNamespace(
+        run=run, TimeoutExpired=subprocess.TimeoutExpired))
     return libraries
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import venv
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def write_plugin(target: Path, name: str, text: str, group: str = "layerzero.bac
     metadata(target, f"lz-{name}", "3.1", {group: {name: f"lz_{name}"}}, needs)
 
 
-def run(code: str, *folders: Path) -> dict:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
-           or k == "LAYERZERO_CACHE_DIR"}
+def run(code: str, *folders: Path, cache: str | Path = "") -> dict:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
+    env["LAYERZERO_CACHE_DIR"] = str(cache or os.environ["LAYERZERO_CACHE_DIR"])
     env["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, SOURCES)))
     done = run_python("-c", textwrap.dedent(code), env=env)
     assert done.returncode == 0, done.stderr
@@ -317,25 +318,15 @@ print(json.dumps({{
 """
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """An environment of its own that finds here what it does not have itself."""
-    import site
-    import venv
-
-    home = tmp_path_factory.mktemp("place")
-    venv.create(home, with_pip=False)
-    folder = next(home.glob("lib/python*/site-packages"))
-    (folder / "around.pth").write_text("\n".join([*site.getsitepackages(), str(SOURCES)]) + "\n")
-    return home
-
-
-def wheel_of(source: Path) -> Path:
+def wheels_of(*sources: Path) -> list[Path]:
+    """Built one after the other by one process."""
     pytest.importorskip("setuptools")
-    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True,
-                   timeout=240)
-    return next((source / "dist").glob("*.whl"))
+    code = ("import os, sys\nfrom setuptools import build_meta\n"
+            "for folder in sys.argv[1:]:\n"
+            "    os.chdir(folder)\n    build_meta.build_wheel('dist')")
+    subprocess.run([sys.executable, "-c", code, *map(str, sources)], check=True,
+                   capture_output=True, timeout=240)
+    return [next((source / "dist").glob("*.whl")) for source in sources]
 
 
 def pip_install(place: Path, wheel: Path) -> None:
@@ -346,16 +337,6 @@ def pip_install(place: Path, wheel: Path) -> None:
     if done.returncode and "No module named pip" in done.stderr:
         pytest.skip("needs pip")
     assert done.returncode == 0, done.stderr
-
-
-def in_place(place: Path, code: str, cache: Path) -> dict:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
-           and k != "PYTHONPATH"}
-    done = subprocess.run([str(place / "bin" / "python"), "-c", code], capture_output=True,
-                          text=True, timeout=240,
-                          env={**env, "LAYERZERO_CACHE_DIR": str(cache)})
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def second_version(folder: Path) -> Path:
@@ -371,19 +352,22 @@ def second_version(folder: Path) -> Path:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="looks for bin/python")
-def test_upgrade_and_downgrade(tmp_path, place):
+def test_upgrade_and_downgrade(tmp_path):
+    place = tmp_path / "place"
+    venv.create(place, with_pip=False)
+    installed = next(place.glob("lib/python*/site-packages"))
     first = tmp_path / "first"
     shutil.copytree(EXAMPLE, first,
                     ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
-    first, second = map(wheel_of, (first, second_version(tmp_path / "second")))
+    first, second = wheels_of(first, second_version(tmp_path / "second"))
     names = {"1.0": {"scale_shift", "example.addcmul", "example.rms_norm"},
              "2.0": {"scale_shift", "example.addcmul", "example.norm", "example.plain"}}
     for wheel, version, standing in ((first, "1.0", "UNCERTIFIED"),
                                      (second, "2.0", "CERTIFICATE_VOID"),
                                      (first, "1.0", "holds")):
         pip_install(place, wheel)
-        answer = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"),
-                          tmp_path / "cache")
+        answer = run(STATE.format(certify=standing == "UNCERTIFIED"), installed,
+                     cache=tmp_path / "cache")
         assert answer["right"] and answer["refused"] == []
         assert answer["origins"] == dict.fromkeys(names[version],
                                                   f"lz-plugin-example {version}"), "nothing is left over"

@@ -100,9 +100,9 @@ def test_a_wrong_kernel_would_be_seen(world):
     ("flux", torch.float16)], ids=str)
 def test_half_precision_is_no_worse_than_stock(name, dtype):
     model = denoiser(pipeline(name))
-    truth = run(copy.deepcopy(model).double(), **denoiser_inputs(name, torch.float64))
+    truth = run(copy.deepcopy(model).double(), **denoiser_inputs(name, torch.float64, side=8))
     model.to(dtype)
-    inputs = denoiser_inputs(name, dtype)
+    inputs = denoiser_inputs(name, dtype, side=8)
     stock = far(run(model, **inputs).double(), truth)
     patch_diffusers(model)
     out = run(model, **inputs)
@@ -111,7 +111,7 @@ def test_half_precision_is_no_worse_than_stock(name, dtype):
 
 @pytest.mark.parametrize("name", ["sd15", "flux"])
 def test_autocast(name):
-    model, inputs = denoiser(pipeline(name)), denoiser_inputs(name)
+    model, inputs = denoiser(pipeline(name)), denoiser_inputs(name, side=8)
     truth = run(model, **inputs)
     with torch.autocast("cpu", torch.bfloat16):
         stock = far(run(model, **inputs).float(), truth)

@@ -176,9 +176,10 @@ def image(pipe: Any, name: str, steps: int = 2, **changes: Any) -> np.ndarray:
     return np.asarray(made.images)
 
 
-def denoiser_inputs(name: str, dtype: torch.dtype = torch.float32,
-                    batch: int = 2) -> dict[str, Any]:
-    """Arguments for the model at the heart of a pipeline, as its pipeline passes them."""
+def denoiser_inputs(name: str, dtype: torch.dtype = torch.float32, batch: int = 2,
+                    side: int = 16) -> dict[str, Any]:
+    """Arguments for the model at the heart of a pipeline, as its pipeline passes them; `side`: of
+    the pictures of a UNet."""
     gen = torch.Generator().manual_seed(3)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -203,7 +204,7 @@ def denoiser_inputs(name: str, dtype: torch.dtype = torch.float32,
                 "return_dict": False,
                 "encoder_attention_mask": torch.arange(16) < torch.tensor([[5], [16]])[:batch],
                 "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-    made = {**text, "sample": rand(batch, 4, 16, 16), "timestep": times, "return_dict": False}
+    made = {**text, "sample": rand(batch, 4, side, side), "timestep": times, "return_dict": False}
     if name == "sdxl":
         made["added_cond_kwargs"] = {"text_embeds": rand(batch, 32), "time_ids": rand(batch, 6)}
     return made

@@ -234,6 +234,14 @@ def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
 
     Tests of the contract alone are left out: a call that breaks it never reaches a table.
     """
+    key = ("number fields", op.name, kind)
+    fields: dict[str, NumberField] | None = world.memo.get(key)
+    if fields is None:
+        fields = world.memo[key] = _read_number_fields(world, op, kind)
+    return fields
+
+
+def _read_number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
     program = world.program(op)
     leaves = [leaf for k in world.kernels(op.name) for leaf in tests_of(k)]
     leaves += world.policy.leaves(op.name, op.fact_names)

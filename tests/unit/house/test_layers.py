@@ -29,16 +29,32 @@ Module = tuple[str, ...]                       # its names below the package
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+parsed = functools.cache(ast.parse)              # every test below looks at the same trees
+
+
+@functools.cache
+def import_statements(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Wherever they stand. No expression holds one, so none is looked at."""
+    statements = []
+    nodes: list[ast.AST] = [parsed(source)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            statements.append(node)
+        nodes += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+    return tuple(statements)
+
+
 def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Every module that `source` may import, as parts below the package; others by their full name.
 
     `parts` is the path of the file below the package without its ending: ("ops", "attention").
     """
     here = ("layerzero", *parts[:-1])
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = here[:len(here) - node.level + 1] if node.level else ()
             base += tuple(node.module.split(".")) if node.module else ()
             yield from ((*base, alias.name) for alias in node.names)
@@ -71,9 +87,9 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
                 violations.append(
                     f"{where} imports its sibling {named}; move what they share down or into a "
                     "helper")
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else (
-            [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
+            [] if node.level else [node.module or ""])
         ours = [name for name in absolute if name.split(".")[0] == "layerzero"]
         violations += [f"{where}: write {name} as a relative import" for name in ours]
     return violations
@@ -109,7 +125,7 @@ class Imports(NamedTuple):
 def imports_of(path: Path) -> Imports:
     imports = Imports(set(), set(), [])
     here = parts_of(path)[:-1]
-    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    nodes: list[tuple[ast.AST, bool]] = [(parsed(path.read_text()), False)]
     while nodes:
         node, late = nodes.pop()
         if isinstance(node, ast.ImportFrom) and node.level:

@@ -286,18 +286,22 @@ class TorchServer:
 _torch_server: dict[int, TorchServer] = {}     # by process: a fork has none yet
 
 
+def torch_server() -> TorchServer:
+    if os.getpid() not in _torch_server:
+        _torch_server[os.getpid()] = TorchServer()
+    return _torch_server[os.getpid()]
+
+
 class Program:
     """`python *words` in a process of its own: with -c, -m or a script, and no other option."""
 
     def __init__(self, *words: str, env: Mapping[str, str] | None = None,
                  cwd: str | Path = "", stdin: int = -1, stdout: int, stderr: int) -> None:
-        if os.getpid() not in _torch_server:
-            _torch_server[os.getpid()] = TorchServer()
         request = {"words": [str(word) for word in words],
                    "environ": dict(os.environ if env is None else env),
-                   "folder": str(cwd) or os.getcwd()}
+                   "folder": str(cwd) or os.getcwd(), "ends_with_client": False}
         self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(_torch_server[os.getpid()].path)
+        self.connection.connect(torch_server().path)
         with open(os.devnull) as nothing:
             files = [nothing.fileno() if stdin == -1 else stdin, stdout, stderr]
             socket.send_fds(self.connection, [b" "], files)
@@ -316,6 +320,38 @@ class Program:
         finally:
             self._answers.close()
             self.connection.close()
+
+
+WARM_PYTHON = """#!{python} -IS
+import json, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({path!r})
+socket.send_fds(connection, [b" "], [0, 1, 2])
+request = dict(words=sys.argv[1:], environ=dict(os.environ), folder=os.getcwd(),
+               ends_with_client=True)
+connection.sendall(json.dumps(request).encode() + b"\\0")
+answers = connection.makefile()
+answers.readline()
+code = int(answers.readline())
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+def warm_python() -> str:
+    """An interpreter for what starts one by itself: its program runs in a process that has torch
+    already, and it ends as that does. With -c, -m or a script, and no other option."""
+    if not hasattr(os, "fork"):
+        return sys.executable
+    server = torch_server()
+    command = Path(server.path).with_name("python")
+    if not command.exists():
+        command.write_text(WARM_PYTHON.format(python=sys.executable, path=server.path))
+        command.chmod(0o755)
+    return str(command)
 
 
 def run_python(*words: str | Path, env: Mapping[str, str] | None = None, cwd: str | Path = "",

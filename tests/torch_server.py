@@ -13,8 +13,10 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ def next_program(listener: socket.socket) -> dict[str, Any]:
             for file in (0, 1, 2, *files):
                 os.close(file)
             connection.sendall(f"{program}\n".encode())
+            if json.loads(data[:-1].strip())["ends_with_client"]:
+                threading.Thread(target=kill_at_end, args=(connection, program),
+                                 daemon=True).start()
             status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
             with contextlib.suppress(OSError):         # nobody may be there any more
                 connection.sendall(f"{status}\n".encode())
@@ -55,6 +60,12 @@ def next_program(listener: socket.socket) -> dict[str, Any]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def kill_at_end(connection: socket.socket, program: int) -> None:
+    """Kills the program once nobody holds the other end of the connection."""
+    connection.recv(1)
+    os.kill(program, signal.SIGKILL)
 
 
 def run(words: list[str], environ: dict[str, str], folder: str, paths: list[str]) -> None:

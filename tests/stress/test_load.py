@@ -129,7 +129,7 @@ def test_a_hundred_threads_over_mixed_shapes_while_the_world_changes(path, emitt
             assert torch.allclose(got, want, rtol=1e-4, atol=1e-5)
 
     before = counted()
-    with Disturber(change_policy) as changes, Disturber(break_and_mend, 0.005):
+    with Disturber(change_policy, 0.01) as changes, Disturber(break_and_mend, 0.005):
         run_together(THREADS, work)
     assert counted() - before == THREADS * CALLS           # not one lost, not one twice
     assert changes.times > 10 and worlds.current().epoch > 10
@@ -150,7 +150,7 @@ def test_a_hundred_threads_each_with_a_preference_of_its_own(path):
                 for _ in range(20):
                     assert torch.allclose(call(x), want, rtol=1e-4, atol=1e-5)
 
-    with Disturber(lambda i: lz.clear_cache(), 0.01):
+    with Disturber(lambda i: lz.clear_cache(), 0.05):
         run_together(THREADS, work)
     assert [f.calls for f in fakes] == [THREADS // 10 * blocks * 20] * 10
     assert context.current.get() is None
@@ -189,7 +189,7 @@ def test_counts_never_go_back_while_the_world_changes(path):
     watcher = threading.Thread(target=watch)
     watcher.start()
     shapes = [rows(2, h) for h in (8, 16, 24, 32)]
-    with Disturber(lambda i: lz.clear_cache(), 0.001):
+    with Disturber(lambda i: lz.clear_cache(), 0.005):
         run_together(8, lambda i: [call(shapes[n % 4]) for n in range(2 * CALLS)])
     stop.set()
     watcher.join(60)

@@ -40,7 +40,7 @@ NORMS = ("rms_norm", "layer_norm", "rope", "add_rms_norm")
 def test_everything_at_once_for_some_seconds(tmp_path):
     before, threads = worlds.current(), threading.active_count()
     path = tmp_path / "soak.json"
-    report = soak(6.0, device="cpu", threads=3, rate=0.05, out=path)
+    report = soak(3.0, device="cpu", threads=3, rate=0.05, out=path)
     assert report.failures == [] and report.passed and report.complete, report.failures
     counts = report.counts
     for what in ("calls", "calls of new sizes", "planted faults", "policy changes", "registrations",
@@ -73,7 +73,7 @@ class Wrong(Fake):
 
 def test_a_kernel_that_is_wrong_now_and_then_is_found():
     register(Wrong("fake.wrong", prior=1e7))
-    report = soak(4.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
+    report = soak(2.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
     assert report.counts["wrong results"] > 0 and not report.passed
     assert "lz.rms_norm" in next(text for text in report.failures
                                  if text.startswith("wrong results"))
@@ -82,7 +82,7 @@ def test_a_kernel_that_is_wrong_now_and_then_is_found():
 def test_another_kernel_out_of_service_is_found():
     fake = Fake("fake.bad", prior=1e7, fault=RuntimeError("always"))
     register(fake)
-    report = soak(3.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
+    report = soak(1.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
     assert report.counts["breakers of other kernels"] == 1 and not report.passed
     assert "fake.bad is out of service" in " ".join(report.failures)
 
@@ -141,6 +141,15 @@ def test_a_soak_goes_on_in_parts(tmp_path, capsys):
     assert not stop.value.code and len(json.loads(capsys.readouterr().out)["parts"]) == 2
 
 
+# its report is written at the end of each
+SHORT_CYCLES = """
+import importlib
+importlib.import_module("layerzero.release.soak").CYCLE_SECONDS = 0.5
+from layerzero.cli import main
+main()
+"""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
@@ -149,7 +158,7 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     said, told = tmp_path / "stdout", tmp_path / "stderr"
     with said.open("wb") as stdout, told.open("wb") as stderr:
-        running = Program("-m", "layerzero", "soak", "rms_norm", "rope", "--minutes", "0.2",
+        running = Program("-c", SHORT_CYCLES, "soak", "rms_norm", "rope", "--minutes", "0.2",
                           "--device", "cpu", "--no-forks", "--threads", "2", "--out", str(path),
                           env=env, stdout=stdout.fileno(), stderr=stderr.fileno())
     try:

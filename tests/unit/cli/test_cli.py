@@ -298,7 +298,7 @@ def test_python_dash_m():
 # the demonstration
 
 def test_demo_runs_checks_and_measures():
-    done = in_new_process("demo", "--json", "--seconds", "6", *CPU)
+    done = in_new_process("demo", "--json", "--seconds", "3", *CPU)
     data = json.loads(done.stdout)
     assert (done.returncode, data["ok"]) == (0, True)
     steps = [step.name for step in Sizes(**data["sizes"]).steps]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers import run_lz
+from helpers import run_lz, warm_python
 
 from layerzero.cli import show
 from layerzero.cli.app import app
@@ -213,7 +213,7 @@ def test_a_reader_that_went_away_ends_the_command_without_a_word(closed):
     with os.fdopen(write, "w") as pipe:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: pipe}
         words = {"stdout": ["--help"], "stderr": ["no-such-command"]}[closed]
-        done = subprocess.run([sys.executable, "-m", "layerzero", *words], text=True, **streams)
+        done = subprocess.run([warm_python(), "-m", "layerzero", *words], text=True, **streams)
     assert (done.returncode, done.stdout or "", done.stderr or "") == (141, "", "")
 
 
@@ -264,10 +264,10 @@ def test_init_writes_a_project_and_replaces_nothing_unasked(run, tmp_path, monke
 
 def test_init_records_a_run(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run("init", "--", sys.executable, "-c", PROGRAM)
+    code, out, _ = run("init", "--", warm_python(), "-c", PROGRAM)
     assert code == 0 and "wrote layerzero.calls.jsonl" in out
     assert [c.op for c in read_calls(Path("layerzero.calls.jsonl"))] == ["rms_norm"]
-    code, out, _ = run("init", "--force", "--json", "--", sys.executable, "-c",
+    code, out, _ = run("init", "--force", "--json", "--", warm_python(), "-c",
                        "raise SystemExit(7)")
     assert code == 1 and json.loads(out)["command_exit"] == 7
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from helpers import warm_python
 
 import layerzero as lz
 from layerzero.cli import main, show, streams
@@ -181,11 +182,12 @@ def test_it_is_so_on_a_real_terminal(tmp_path):
     """A process of its own behind a pseudo terminal, as a person has it."""
     policy = tmp_path / "policy.yaml"
     policy.write_text('settings:\n  "\\e]0;owned\\a[red]": 1\n')
+    python = warm_python()
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.update(LAYERZERO_POLICY=str(policy), TERM="xterm",
                           PYTHONPATH=os.pathsep.join(sys.path))
-        os.execv(sys.executable, [sys.executable, "-m", "layerzero", "config"])
+        os.execv(python, [python, "-m", "layerzero", "config"])
     text = b""
     while True:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import lru_cache
 
 import pytest
 import synthetic
@@ -43,6 +44,18 @@ def key(op, *args, **kwargs):
     return dispatcher.key_of(*dispatcher.order_arguments(args, kwargs))
 
 
+@lru_cache(maxsize=1)
+def rules_here(epoch, op):
+    """In the world of this epoch, which is the current one: the facts of the CPU, and
+    every rule of the op and of its kernels that could run here."""
+    world = worlds.current()
+    device = world.device("cpu").facts()
+    ours = [k for k in world.kernels(op) if not any(
+        r.check(device) for r in k.requires if all(leaf.fact == "device" for leaf in r.leaves()))]
+    rules = [*world.catalog.ops[op].requires, *(r for k in ours for r in k.requires)]
+    return device, tuple(dict.fromkeys(rules))
+
+
 def verdicts(op, call):
     """What every rule that could ever be asked says of the call; or the caller's mistake."""
     dispatcher = dispatcher_of(op)
@@ -51,11 +64,9 @@ def verdicts(op, call):
         facts = reading.read(dispatcher.op, named)
     except InvalidCall as e:
         return e.codes
-    device = worlds.current().device("cpu").facts()
-    ours = [k for k in worlds.current().kernels(op) if not any(
-        r.check(device) for r in k.requires if all(leaf.fact == "device" for leaf in r.leaves()))]
-    rules = [*dispatcher.op.requires, *(r for k in ours for r in k.requires)]
-    allowed = [rule.check({**device, **facts}) is None for rule in rules]
+    device, rules = rules_here(worlds.current().epoch, op)
+    asked = {**device, **facts}
+    allowed = [rule.check(asked) is None for rule in rules]
     return (*allowed, facts["grad"], facts["dtype"], facts["tensor_kind"])
 
 

@@ -7,10 +7,10 @@ import functools
 import os
 import pickle
 import subprocess
-import sys
 
 import pytest
 import torch
+from helpers import warm_python
 
 import layerzero as lz
 from layerzero.dispatch.dispatcher import dispatchers
@@ -58,7 +58,7 @@ def test_a_model_that_holds_operations_is_pickled_and_copied(tmp_path):
 
 def test_one_call_path_reads_what_the_other_wrote():
     """The child has the path in Python; this process has the compiled one where it is built."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=pickle.dumps(lz.attention),
+    done = subprocess.run([warm_python(), "-c", PROGRAM], input=pickle.dumps(lz.attention),
                           env={**os.environ, "LAYERZERO_NATIVE": "0"}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert pickle.loads(done.stdout) is lz.attention

@@ -230,7 +230,8 @@ def test_the_doctor_looks_deeper_when_asked(library):
         return next(c for c in lz.doctor(**how).checks if c.name == f"library {name}")
 
     assert line().ok
-    assert not line(deep=True).ok and "signal 6" in line(deep=True).detail
+    deeper = line(deep=True)
+    assert not deeper.ok and "signal 6" in deeper.detail
 
 
 # plugins

@@ -14,7 +14,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, run_lz, run_python
+from helpers import (
+    RMS_NORM,
+    Fake,
+    normalized,
+    path_of,
+    qkv,
+    register,
+    rows,
+    run_lz,
+    run_python,
+    warm_python,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
@@ -270,7 +281,7 @@ def environment(**more):
 
 def run(code, *words, **environ):
     """`lz record` of a Python program: the process that ended."""
-    return run_python("-m", "layerzero", "record", *words, "--", sys.executable, "-c",
+    return run_python("-m", "layerzero", "record", *words, "--", warm_python(), "-c",
                       textwrap.dedent(code), env=environment(**environ))
 
 
@@ -292,7 +303,7 @@ def test_a_program_is_recorded_from_its_first_call(tmp_path, use_native):
 @whole_programs
 def test_processes_that_it_starts_are_recorded_too(tmp_path):
     out = tmp_path / "calls.jsonl"
-    done = run(APP + """
+    done = run(APP + f"""
     import multiprocessing, subprocess
     def work(n):
         lz.rms_norm(torch.ones(3, 16))
@@ -301,7 +312,8 @@ def test_processes_that_it_starts_are_recorded_too(tmp_path):
             workers = [kind(target=work, args=(n,)) for n in range(3)]
             [p.start() for p in workers]
             [p.join() for p in workers]
-    subprocess.run([sys.executable, "-c", "import torch, layerzero as lz; lz.layer_norm(torch.ones(2, 8))"], check=True)
+    subprocess.run([{warm_python()!r}, "-c",
+                    "import torch, layerzero as lz; lz.layer_norm(torch.ones(2, 8))"], check=True)
     """, "-o", str(out))
     assert done.returncode == 0, done.stderr
     forked = 3 if hasattr(os, "fork") else 0

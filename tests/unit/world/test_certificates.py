@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from certified import HERE, certificate, torch_rms_norm
-from helpers import Fake, register
+from helpers import Fake, python, register
 
 import layerzero as lz
 from layerzero.ops.rms_norm import OP as RMS_NORM
@@ -94,15 +94,21 @@ def test_a_shared_key_lets_a_fleet_share_them(tmp_path, monkeypatch):
         certificates.read(path)
 
 
-def _key_of(folder):
-    os.environ["LAYERZERO_CACHE_DIR"] = folder
-    return certificates._store().key(create=True)
-
-
 def test_processes_that_start_together_agree_on_the_key(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        keys = pool.map(_key_of, [str(tmp_path / "together")] * 8)
-    assert len(set(keys)) == 1 and len(keys[0]) == 32
+    """Each waits until all are there: nobody finds the key of one that came long before."""
+    together = tmp_path / "together"
+    code = f"""
+        import os, time
+        from pathlib import Path
+        from layerzero.world.registry import certificates
+        Path({str(tmp_path)!r}, f"here-{{os.getpid()}}").touch()
+        while len(list(Path({str(tmp_path)!r}).glob("here-*"))) < 4:
+            time.sleep(0.001)
+        print(certificates._store().key(create=True).hex())
+    """
+    with ThreadPoolExecutor(4) as threads:
+        keys = {*threads.map(lambda _: python(code, LAYERZERO_CACHE_DIR=str(together)), range(4))}
+    assert len(keys) == 1 and len(bytes.fromhex(*keys)) == 32
     assert (tmp_path / "together" / "certificates" / "seal.key").stat().st_mode & 0o077 == 0
 
 

@@ -40,7 +40,7 @@ NORMS = ("rms_norm", "layer_norm", "rope", "add_rms_norm")
 def test_everything_at_once_for_some_seconds(tmp_path):
     before, threads = worlds.current(), threading.active_count()
     path = tmp_path / "soak.json"
-    report = soak(3.0, device="cpu", threads=3, rate=0.05, out=path)
+    report = soak(6.0, device="cpu", threads=3, rate=0.05, out=path)
     assert report.failures == [] and report.passed and report.complete, report.failures
     counts = report.counts
     for what in ("calls", "calls of new sizes", "planted faults", "policy changes", "registrations",

@@ -219,7 +219,7 @@ def _settings(device: str) -> tuple[Setting, ...]:
 
 
 # What compiling a kernel may change once: it happens on a first call only.
-COMPILING = ("the environment", "the garbage collector",
+COMPILING = ("the environment", "the garbage collector", "the number of Python threads",
              "the interpreter (recursion limit, folder, locale, SIGINT)")
 
 

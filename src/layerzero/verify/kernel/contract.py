@@ -51,7 +51,7 @@ from ...spec.reason import Code, Reason
 from .case_sizes import relative_size
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
-from .judging import Judgement, judge_result, largest, same
+from .judging import Judgement, find_nondeterminism, judge_result, same
 from .process_state import (
     COMPILING,
     DETERMINISTIC,
@@ -365,7 +365,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
             judgements = judge(compute_once(op, key and ("budget", dtype, key), lambda: (
                 rounding_budget(lambda v: formula(op, v), plain, upcast(plain), exact, dtype))))
     if kernel.deterministic:
-        complaints += _nondeterminism(results, kernel.jit)
+        complaints += find_nondeterminism(results, kernel.jit)
     complaints += [c for j in judgements for c in j.complaints]
     worst = max(judgements, key=lambda j: j.ratio)
     errors = (worst.error, worst.eager_error, worst.ratio)
@@ -462,18 +462,6 @@ def _compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> It
     differing = next((g for g in got if g != want), None)
     if differing is not None:
         yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")
-
-
-def _nondeterminism(results: Sequence[tuple[Tensor, ...]], jit: bool) -> Iterator[Complaint]:
-    """Compares the runs. Of what is compiled not the one over poisoned memory, which is made in
-    torch's deterministic mode: for it torch compiles another variant."""
-    first, poisoned, *others = results
-    for other in others if jit else (poisoned, *others):
-        if not all(map(same, first, other)):
-            worst = max(largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
-            yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
-                ", the second over poisoned memory" if other is poisoned else ""))
-            return
 
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None,

@@ -167,6 +167,18 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(_as_codes(a), _as_codes(b)) or torch.equal(without_nan(a), without_nan(b))
 
 
+def find_nondeterminism(results: Sequence[tuple[Tensor, ...]], jit: bool) -> Iterator[Complaint]:
+    """Compares the runs of a kernel. Of what is compiled not the one over poisoned memory, which is
+    made in torch's deterministic mode: for it torch compiles another variant."""
+    first, poisoned, *others = results
+    for other in others if jit else (poisoned, *others):
+        if not all(map(same, first, other)):
+            worst = max(largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
+            yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
+                ", the second over poisoned memory" if other is poisoned else ""))
+            return
+
+
 def _unravel(flat: int, shape: Sequence[int]) -> Iterator[int]:
     rest = flat
     for size in (math.prod(shape[i + 1:]) for i in range(len(shape))):

@@ -141,7 +141,8 @@ class Subject:
             raise NotImplementedError("lz.accelerate has no weights=")
         began = time.perf_counter()
         self.device, self.ours = device, build(shape, device, dtype)
-        self.stock = shared_copy(self.ours)
+        # codes take the place of the weights, so the model as it was has its own
+        self.stock = build(shape, device, dtype) if weights else shared_copy(self.ours)
         self.stored = {"int4": 0.5 + 2 / 128, "fp8": 1.0, "int8": 1.0}.get(
             weights, float(torch.finfo(dtype).bits // 8))      # bytes of a weight
         self.report = accelerate(self.ours, measure=False, **more)

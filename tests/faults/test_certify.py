@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from helpers import Fake, emitted, register, world
@@ -52,6 +53,28 @@ def test_a_certificate_says_what_was_shown():
     assert (certificate.deterministic and certificate.writes_all and certificate.nan_propagates
             and certificate.graph_safe is None)
     assert certificate.void_reason(by_id("torch.rms_norm"), HERE) is None
+
+
+@pytest.mark.parametrize("each_time", [False, True])
+def test_a_kernel_that_compiles_once_gets_every_case_and_one_that_compiles_for_each_a_few(
+        monkeypatch, each_time):
+    compiled = set()
+    for module, name, seconds in (("checks", "COMPILES_S", 0.2), ("certify", "COMPILES_S", 0.2),
+                                  ("certify", "JIT_QUICK_S", 0.3)):
+        monkeypatch.setattr(f"layerzero.verify.certification.{module}.{name}", seconds)
+
+    def compile_first():
+        form = str(kernel.got["x"].shape) if each_time else ""
+        if form not in compiled:
+            compiled.add(form)
+            time.sleep(0.4)
+
+    kernel = Fake("fake.compiled", before=compile_first, jit=True)
+    register(kernel)
+    verdict = certify(by_id("fake.compiled"))
+    assert verdict.status == "passed"
+    assert verdict.ran == 2 if each_time else verdict.ran > 50
+    assert ("compiling took" in verdict.coverage.missing[0]) is each_time
 
 
 def test_the_grid_is_the_same_for_the_same_seed_and_another_for_another():

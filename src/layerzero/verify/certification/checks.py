@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -48,7 +49,9 @@ from .circumstances import (
 )
 from .invariance import check_invariance
 
-JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
+# Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
+JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
+COMPILES_S = 1.0
 SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
 HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
 
@@ -77,12 +80,13 @@ def checks_of(kernel: Kernel, device: str, lane: str,
         cells = _accepted_cells(kernel, cells, device, seed)
         if kernel.jit:
             limit = JIT_CASES[lane]
-            cells = cells[::max(len(cells) // limit, 1)][:limit]
-            yield from (partial(check_case, kernel, case, dtype, device, seed)
-                        for case, dtype in cells)
+            apart = cells[::max(len(cells) // limit, 1)][:limit]
+            yield from _until_one_compiles(limit, (
+                partial(check_case, kernel, case, dtype, device, seed)
+                for case, dtype in (*apart, *(cell for cell in cells if cell not in apart))))
             # each may compile again, so each kind once
             if lane != "quick" and seed == seeds[0]:
-                yield from _circumstance_checks(kernel, cells, device, "quick", seed)
+                yield from _circumstance_checks(kernel, apart, device, "quick", seed)
                 yield from islice(_gradient_checks(kernel, device, "quick", seed), limit)
             continue
         first = [cell for cell in cells if case_key(cell[0]) in own
@@ -110,6 +114,16 @@ def checks_of(kernel: Kernel, device: str, lane: str,
         yield from _many_call_checks(kernel, cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
+
+
+def _until_one_compiles(first: int, checks: Iterable[Callable[[], CaseResult]]
+                        ) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the `first` checks, and then others for as long as what is compiled serves them."""
+    for count, check in enumerate(checks, 1):
+        start = time.perf_counter()
+        yield check
+        if count >= first and time.perf_counter() - start > COMPILES_S:
+            return
 
 
 def _wrong_device(kernel: Kernel, device: str) -> Reason | None:

@@ -174,10 +174,13 @@ def _attend(flash: Callable[..., Any], cache: Cache, q: Tensor, row: Tensor, len
 
     Keys that need no mask come first, with the query group packed into rows so that each KV head is
     read once; then the last keys with torch's is_causal. A mask is used for windows over several
-    queries, and for sequences so short that a second call would cost more.
+    queries, for sequences so short that a second call would cost more, and for a scale that is not
+    positive.
     """
     count = q.shape[0]
-    short = length * cache.token_bytes <= IN_PLACE_BYTES and is_causal and count < length
+    short = length * cache.token_bytes <= IN_PLACE_BYTES and count < length
+    # torch masks before it multiplies by the scale: times 0 that is NaN, times -1 it is +inf
+    masks_first = scale is not None and scale <= 0
     heads = group_heads(q, cache.kv_heads)
     rows = heads.flatten(1, 2)[None]
     whole = rows.shape[2] > FEW_ROWS
@@ -187,7 +190,7 @@ def _attend(flash: Callable[..., Any], cache: Cache, q: Tensor, row: Tensor, len
         return t[0][:, None].expand(-1, heads.shape[1], -1, -1)
 
     parts: list[Part] = []
-    if count > 1 and (window_left >= 0 or short):
+    if count > 1 and (window_left >= 0 or (is_causal and (short or masks_first))):
         _, hidden = position_terms(count, length - start, is_causal, "bottom_right", window_left,
                                    -1, None, q.device)
         assert hidden is not None

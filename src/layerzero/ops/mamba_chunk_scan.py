@@ -97,12 +97,15 @@ def inputs(
     def drawn(*shape: int, to: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
 
+    def step(*shape: int) -> Tensor:           # softplus makes it positive; else a state would grow
+        return drawn(*shape) if softplus else drawn(*shape).abs()
+
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
     return {
-        "x": drawn(b, s, h, d), "dt": drawn(b, s, h) if softplus else drawn(b, s, h).abs(),
+        "x": drawn(b, s, h, d), "dt": step(b, s, h),
         "A": A.to(device=device, dtype=wide), "B": drawn(b, s, g, n), "C": drawn(b, s, g, n),
         "D": drawn(h) if skip else None, "z": drawn(b, s, h, d) if gate else None,
-        "dt_bias": drawn(h) if bias else None,
+        "dt_bias": step(h) if bias else None,
         "initial_states": drawn(b, h, d, n, to=wide) if state else None,
         "dt_softplus": softplus, "dt_min": 0.1 if limits else 0.0,
         "dt_max": 1.0 if limits else None, "return_final_states": final}

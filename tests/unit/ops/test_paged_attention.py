@@ -348,6 +348,14 @@ def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, 
         close(got, want)
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize(("op", "name"), [(PAGED, "torch.paged_pieces"),
+                                          (MLA, "torch.mla_paged_pieces")])
+def test_a_scale_that_is_not_positive(op: Any, name: str, scale: float) -> None:
+    given = values(op, lengths_q=(70,), context=(16,)) | {"scale": scale}
+    close(call(kernel(name), given), op.reference(**given))
+
+
 def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's promise is that no copy is made of them."""
     def no_copy(*args: Any) -> Any:

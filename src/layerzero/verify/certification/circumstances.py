@@ -67,9 +67,9 @@ class Expanded(Circumstance):
         if not t.is_floating_point() and t.dtype != torch.bool:
             return shared_rows(op, values, self.tensor) if self.dim == 0 else None
         first = t.narrow(self.dim, 0, 1)
-        # unused slots of a page may hold NaN
-        if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1
-                             and not bool(first.isfinite().all())):
+        # Unused slots of a page hold what no kernel may read: infinities, or the largest codes.
+        if not t.numel() or (t.is_floating_point() and not bool(
+                (first.float().abs() < torch.finfo(t.dtype).max).all())):
             return None
         return if_allowed(op, {**values, self.tensor: first.expand_as(t)})
 

@@ -32,6 +32,8 @@ constexpr int PITCH = 20;                      // in floats, of 16 sums, without
 constexpr int PART = ROWS * PITCH, ROUND = SLOTS * WARPS * PART;
 constexpr int PIECE = 512;                     // bytes of one request to the L2 cache
 
+// Where a piece of a row of a unit is, so that eight lanes, of two rows or of one, use all banks
+FN int swizzle(int row, int piece) { return row * 128 + (piece ^ (row & 1) * 4) * 16; }
 FN int minimum(int a, int b) { return a < b ? a : b; }
 
 #define BOUNDS THREADS, BLOCKS
@@ -43,21 +45,23 @@ KERNEL(rows, Params, BOUNDS)
     const int rank = SPLIT > 1 ? cluster_rank() : 0, cluster = block_x() / SPLIT, clusters = grid_x() / SPLIT;
     // This lane's first column of the weight; the next unit's is STRIDE later.
     constexpr int STRIDE = SPLIT * WARPS * UNIT;
-    const int column = (rank * WARPS + warp()) * UNIT + t * 8;
+    const int column = (rank * WARPS + warp()) * UNIT;
 
-    u8* const ring = shared() + warp() * STAGES * UNIT_BYTES + lane() * 16;
+    u8* const ring = shared() + warp() * STAGES * UNIT_BYTES;
+    const int row_of_lane = COALESCED ? lane() >> 3 : g, column_of_lane = COALESCED ? (lane() & 7) * 8 : t * 8;
     float* const parts = reinterpret_cast<float*>(shared() + WARPS * STAGES * UNIT_BYTES);
 
     const u64 policy = evict_first();
-    const u16* from[2];                        // rows g and g + 8 of the tile that is copied
+    constexpr int COPIED = COALESCED ? 4 : 2;  // rows of a tile that this lane copies
+    const u16* from[COPIED];
     int next_tile = cluster, next_column = column, next_unit = 0, fill_at = 0;
     auto fetch = [&] {
         if (next_tile < tiles) {
-            if (next_unit == 0) UNROLL for (int r = 0; r < 2; ++r)
-                from[r] = p.weight + minimum(next_tile * HEIGHT + r * 8 + g, p.n - 1) * p.weight_row;
-            UNROLL for (int h = 0; h < 2; ++h) UNROLL for (int r = 0; r < 2; ++r) {
-                const int at = next_column + h * 32;
-                copy_async_once(ring + fill_at + (h * 2 + r) * 512, from[r] + minimum(at, p.k - 8), at < p.k, policy);
+            if (next_unit == 0) UNROLL for (int r = 0; r < COPIED; ++r)
+                from[r] = p.weight + minimum(next_tile * HEIGHT + r * (HEIGHT / COPIED) + row_of_lane, p.n - 1) * p.weight_row;
+            UNROLL for (int h = 0; h < 4 / COPIED; ++h) UNROLL for (int r = 0; r < COPIED; ++r) {
+                const int at = next_column + column_of_lane + h * 32, down = r * (HEIGHT / COPIED) + row_of_lane;
+                copy_async_once(ring + fill_at + swizzle(down, column_of_lane / 8 + h * 4), from[r] + minimum(at, p.k - 8), at < p.k, policy);
             }
             next_column += STRIDE;
             if (++next_unit == COUNT) {
@@ -83,7 +87,7 @@ KERNEL(rows, Params, BOUNDS)
     wait_for_previous();
     Four x[COLUMNS][COUNT][2];
     UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int u = 0; u < COUNT; ++u) UNROLL for (int h = 0; h < 2; ++h) {
-        const int row = c * 8 + g, at = column + u * STRIDE + h * 32;
+        const int row = c * 8 + g, at = column + u * STRIDE + h * 32 + t * 8;
         x[c][u][h] = {0, 0, 0, 0};
         if (row < p.rows && at < p.k) x[c][u][h] = load4(p.x + row * p.x_row + at);
     }
@@ -97,9 +101,11 @@ KERNEL(rows, Params, BOUNDS)
             UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int e = 0; e < 8; ++e) d[c][e / 4][e % 4] = 0;
             UNROLL for (int u = 0; u < COUNT; ++u) {
                 copy_wait<STAGES - 1>();
+                if (COALESCED) sync_warp();
                 Four w[2][2];
                 UNROLL for (int h = 0; h < 2; ++h) UNROLL for (int r = 0; r < 2; ++r)
-                    w[h][r] = load4(ring + read_at + (h * 2 + r) * 512);
+                    w[h][r] = load4(ring + read_at + swizzle(r * 8 + g, h * 4 + t));
+                if (COALESCED) sync_warp();
                 UNROLL for (int h = 0; h < 2; ++h) {
                     const u32 low[4] = {w[h][0].x, w[h][1].x, w[h][0].y, w[h][1].y};
                     const u32 high[4] = {w[h][0].z, w[h][1].z, w[h][0].w, w[h][1].w};

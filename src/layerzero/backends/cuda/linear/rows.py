@@ -31,6 +31,8 @@ class Config(NamedTuple):
     warps: int = WARPS
     slots: int = 0             # tiles between sums over the warps; 0: as many as keep them busy
     blocks: int = 1            # thread blocks per multiprocessor
+    coalesced: int = 1
+    bulk: int = 0
 
 
 class Shape(NamedTuple):
@@ -52,6 +54,8 @@ class Shape(NamedTuple):
         return 2 * cfg.slots * cfg.warps * self.columns * 8 * 20 * 4
 
     def shared(self, cfg: Config) -> int:
+        if cfg.bulk:
+            return cfg.stages * HEIGHT * (cfg.warps * 128 + 64) + 256 + self.sums_bytes(cfg)
         return cfg.warps * cfg.stages * UNIT_BYTES + self.sums_bytes(cfg)
 
 
@@ -69,6 +73,8 @@ def config(shape: Shape, machine: Machine) -> Config:
 def with_stages(shape: Shape, cfg: Config, machine: Machine) -> Config:
     cfg = cfg._replace(slots=cfg.slots or max(1, 2 // shape.columns))
     room = min(SHARED, machine.shared) // cfg.blocks - shape.sums_bytes(cfg)
+    if cfg.bulk:
+        return cfg._replace(stages=cfg.stages or (room - 256) // (HEIGHT * (cfg.warps * 128 + 64)))
     return cfg._replace(stages=cfg.stages or room // (cfg.warps * UNIT_BYTES))
 
 
@@ -84,15 +90,19 @@ class Launch(NamedTuple):
     ahead: int
 
 
+def _macros(shape: Shape, dtype: torch.dtype, wide: bool, cfg: Config) -> compiler.Macros:
+    return (("BF16", int(dtype == torch.bfloat16)), ("WIDE", int(wide)),
+            ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("WARPS", cfg.warps),
+            ("SPLIT", cfg.split), ("STAGES", cfg.stages), ("SLOTS", cfg.slots),
+            ("BLOCKS", cfg.blocks), ("COALESCED", cfg.coalesced))
+
+
 @lru_cache(maxsize=4096)
 def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
              chosen: Config | None) -> Launch:
     cfg = with_stages(shape, chosen or config(shape, machine), machine)
-    macros = (("BF16", int(dtype == torch.bfloat16)), ("WIDE", int(wide)),
-              ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("WARPS", cfg.warps),
-              ("SPLIT", cfg.split), ("STAGES", cfg.stages), ("SLOTS", cfg.slots),
-              ("BLOCKS", cfg.blocks))
-    run = compiler.kernel("linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
+    macros = _macros(shape, dtype, wide, cfg)
+    run = compiler.kernel("linear/rows_bulk.cu" if cfg.bulk else "linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
                           cfg.split)
     resident = max(1, cfg.blocks * machine.processors // cfg.split)
     if cfg.split > 1:                                      # others would run after all of these

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....backends.cuda.linear import rows
 from .....backends.triton import gemv
 from .....backends.triton.attention.decode import launch
 from .....backends.triton.dependent import wait_for_previous, waits
@@ -115,7 +116,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
 
 def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
     """Returns the product that `run` is, without rounding its float32 sums, where it is of our
-    kernel for few rows: logits decide by less than half precision has."""
+    kernels for few rows: logits decide by less than half precision has."""
+    if kernel == "cuda.linear_rows":
+        return lambda x: rows.launch(x, weight, bias, dtype=torch.float32)
     if not kernel.startswith("triton.linear_gemv"):
         return run
     return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

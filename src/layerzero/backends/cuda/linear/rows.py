@@ -102,8 +102,8 @@ def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
              chosen: Config | None) -> Launch:
     cfg = with_stages(shape, chosen or config(shape, machine), machine)
     macros = _macros(shape, dtype, wide, cfg)
-    run = compiler.kernel("linear/rows_bulk.cu" if cfg.bulk else "linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
-                          cfg.split)
+    run = compiler.kernel("linear/rows_bulk.cu" if cfg.bulk else "linear/rows.cu", "rows", macros,
+                          cfg.warps * 32, shape.shared(cfg), cfg.split)
     resident = max(1, cfg.blocks * machine.processors // cfg.split)
     if cfg.split > 1:                                      # others would run after all of these
         resident = min(resident, run.resident_clusters())

@@ -41,10 +41,11 @@ class Shape(NamedTuple):
     columns: int
     n: int
     k: int
+    gated: bool = False        # the weight has 2 n rows
 
     @property
     def tiles(self) -> int:
-        return -(-self.n // HEIGHT)
+        return -(-self.n // (HEIGHT // 2 if self.gated else HEIGHT))
 
     def units(self, cfg: Config) -> int:
         """Returns the most units that a warp has of a tile."""
@@ -92,7 +93,8 @@ class Launch(NamedTuple):
 
 def _macros(shape: Shape, dtype: torch.dtype, wide: bool, cfg: Config) -> compiler.Macros:
     return (("BF16", int(dtype == torch.bfloat16)), ("WIDE", int(wide)),
-            ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("WARPS", cfg.warps),
+            ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("GATED", int(shape.gated)),
+            ("WARPS", cfg.warps),
             ("SPLIT", cfg.split), ("STAGES", cfg.stages), ("SLOTS", cfg.slots),
             ("BLOCKS", cfg.blocks), ("COALESCED", cfg.coalesced))
 
@@ -111,16 +113,18 @@ def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None = None,
-           dtype: torch.dtype | None = None) -> Tensor:
+           dtype: torch.dtype | None = None, gated: bool = False) -> Tensor:
     """`chosen` overrides the configuration, for benchmarks. `dtype`: of the result, that of x by
-    default, or float32."""
+    default, or float32. `gated`: the weight is that of gate and then that of up, and the result
+    silu(gate) * up."""
     (n, k), dtype = weight.shape, dtype or x.dtype
+    n = n // 2 if gated else n
     flat = x.reshape(-1, k)
     rows = flat.shape[0]
     if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) % 8) or flat.data_ptr() % 16:
         flat = flat.clone(memory_format=torch.contiguous_format)
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
-    prepared = _prepare(Shape(-(-rows // 8), n, k), x.dtype, dtype == torch.float32,
+    prepared = _prepare(Shape(-(-rows // 8), n, k, gated), x.dtype, dtype == torch.float32,
                         compiler.machine_of(x.device), chosen)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, bias, out, flat.stride(0),
                         weight.stride(0), rows, n, k, prepared.ahead)

@@ -13,7 +13,7 @@
 // fill their rings while a norm or an attention runs in between; `ahead` tiles beyond go to the L2 cache.
 //
 // Macros: BF16, WIDE (the result is float32), COLUMNS (tiles of eight rows of x: 1 or 2), COUNT (most
-// units of a warp), WARPS, SPLIT, STAGES, SLOTS, BLOCKS (minimum thread blocks per multiprocessor).
+// units of a warp), GATED (the result is silu(gate) * up, and the weight has n rows of each), WARPS, SPLIT, STAGES, SLOTS, BLOCKS (minimum thread blocks per multiprocessor).
 #include "stream.h"
 
 struct Params {
@@ -31,18 +31,25 @@ constexpr int ROWS = COLUMNS * 8;
 constexpr int PITCH = 20;                      // in floats, of 16 sums, without bank conflicts
 constexpr int PART = ROWS * PITCH, ROUND = SLOTS * WARPS * PART;
 constexpr int CHUNK = WARPS * UNIT, PITCH_BYTES = CHUNK * 2 + 64, STAGE = HEIGHT * PITCH_BYTES;
+// Rows of the result in a tile: where gated, a tile has eight rows of gate, and then the same of up.
+constexpr int RESULTS = GATED ? 8 : HEIGHT;
 constexpr int PIECE = 512;                     // bytes of one request to the L2 cache
 
 // Where a piece of a row of a unit is, so that eight lanes, of two rows or of one, use all banks
 FN int swizzle(int row, int piece) { return row * 128 + (piece ^ (row & 1) * 4) * 16; }
 FN int minimum(int a, int b) { return a < b ? a : b; }
 
+// The row of the weight that is `down` in a tile; the last one again past the end
+FN int row_of(int tile, int down, int n) {
+    return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
+}
+
 #define BOUNDS THREADS, BLOCKS
 KERNEL(rows, Params, BOUNDS)
 {
     launch_next();
     const int g = lane() >> 2, t = lane() & 3;
-    const int tiles = (p.n + HEIGHT - 1) / HEIGHT;
+    const int tiles = (p.n + RESULTS - 1) / RESULTS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0, cluster = block_x() / SPLIT, clusters = grid_x() / SPLIT;
     constexpr int STRIDE = SPLIT * CHUNK;
     const int column = rank * CHUNK + warp() * UNIT;
@@ -60,7 +67,7 @@ KERNEL(rows, Params, BOUNDS)
             sync_warp();
             if (lane() < HEIGHT && bytes > 0)
                 copy_bulk_once(shared() + fill * STAGE + lane() * PITCH_BYTES,
-                               p.weight + minimum(next_tile * HEIGHT + lane(), p.n - 1) * p.weight_row + next_column,
+                               p.weight + row_of(next_tile, lane(), p.n) * p.weight_row + next_column,
                                bytes, full + fill, policy);
             next_column += STRIDE;
             if (++next_unit == COUNT) {
@@ -84,9 +91,9 @@ KERNEL(rows, Params, BOUNDS)
         const int pieces = (p.k * 2 + PIECE - 1) / PIECE, first = cluster + (STAGES + COUNT - 1) / COUNT * clusters;
         ROLLED for (int n = 0, tile = first; n < p.ahead && tile < tiles; ++n, tile += clusters)
             ROLLED for (int e = rank * THREADS + thread(); e < HEIGHT * pieces; e += SPLIT * THREADS) {
-                const int row = tile * HEIGHT + e / pieces, at = e % pieces * PIECE;
-                if (row < p.n) prefetch_bytes(reinterpret_cast<const u8*>(p.weight + row * p.weight_row) + at,
-                                              minimum(PIECE, p.k * 2 - at));
+                const int at = e % pieces * PIECE;
+                const u16* row = p.weight + row_of(tile, e / pieces, p.n) * p.weight_row;
+                prefetch_bytes(reinterpret_cast<const u8*>(row) + at, minimum(PIECE, p.k * 2 - at));
             }
     }
 
@@ -140,16 +147,20 @@ KERNEL(rows, Params, BOUNDS)
         }
         // The other buffer is free again when all have come here: who reads it comes here after that.
         if (SPLIT > 1) sync_cluster(); else sync_block();
-        ROLLED for (int e = rank * THREADS + thread(); e < many * ROWS * HEIGHT; e += SPLIT * THREADS) {
-            const int slot = e / (ROWS * HEIGHT), m = e / HEIGHT % ROWS, down = e % HEIGHT;
-            const int row = (first + slot * clusters) * HEIGHT + down;
+        ROLLED for (int e = rank * THREADS + thread(); e < many * ROWS * RESULTS; e += SPLIT * THREADS) {
+            const int slot = e / (ROWS * RESULTS), m = e / RESULTS % ROWS, down = e % RESULTS;
+            const int row = (first + slot * clusters) * RESULTS + down;
             if (m >= p.rows || row >= p.n) continue;
-            float total = 0;
-            UNROLL for (int other = 0; other < SPLIT; ++other) UNROLL for (int w = 0; w < WARPS; ++w) {
-                const float* at = mine + (slot * WARPS + w) * PART + m * PITCH + down;
-                total += SPLIT > 1 ? cluster_read(at, other) : *at;
-            }
-            if (p.bias) total += to_float<BF16>(p.bias[row]);
+            auto sum = [&](int of_up) {
+                float total = 0;
+                UNROLL for (int other = 0; other < SPLIT; ++other) UNROLL for (int w = 0; w < WARPS; ++w) {
+                    const float* at = mine + (slot * WARPS + w) * PART + m * PITCH + down + of_up * RESULTS;
+                    total += SPLIT > 1 ? cluster_read(at, other) : *at;
+                }
+                return p.bias ? total + to_float<BF16>(p.bias[row + of_up * p.n]) : total;
+            };
+            float total = sum(0);
+            if (GATED) total = total / (1.0f + exact_exp(-total)) * sum(1);
             const i64 at = i64(m) * p.n + row;
             if (WIDE) static_cast<float*>(p.out)[at] = total;
             else static_cast<u16*>(p.out)[at] = from_float<BF16>(total);

@@ -88,7 +88,7 @@ KERNEL(rows, Params, BOUNDS)
     sync_block();
 
     if (p.ahead) {                             // the blocks of a cluster share the rows
-        const int pieces = (p.k * 2 + PIECE - 1) / PIECE, first = cluster + (STAGES + COUNT - 1) / COUNT * clusters;
+        const int pieces = (p.k * 2 + PIECE - 1) / PIECE, first = cluster + STAGES / COUNT * clusters;
         ROLLED for (int n = 0, tile = first; n < p.ahead && tile < tiles; ++n, tile += clusters)
             ROLLED for (int e = rank * THREADS + thread(); e < HEIGHT * pieces; e += SPLIT * THREADS) {
                 const int at = e % pieces * PIECE;

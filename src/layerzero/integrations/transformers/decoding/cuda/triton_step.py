@@ -24,7 +24,7 @@ from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "gate", "rotate_and_store", "wide"]
+__all__ = ["attend", "gate", "gated", "rotate_and_store", "wide"]
 Run = Callable[..., Any]
 
 
@@ -112,6 +112,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
            (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
            else -1, -1, True, lengths=lengths)
     return out
+
+
+def gated(kernel: str, weight: Tensor, bias: Tensor | None, kind: str) -> Run | None:
+    """Returns the product of gate and up, which lie in one weight, with the activation at its end;
+    None if `kernel`, which was fastest without one, has none."""
+    if kernel != "cuda.linear_rows" or kind != "swiglu":
+        return None
+    return lambda x: rows.launch(x, weight, bias, gated=True)
 
 
 def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:

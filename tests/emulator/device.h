@@ -309,9 +309,6 @@ FN void copy_async(void* place, const void* from, bool wanted) {
     emulator::now->open.push_back({(u8*)place, (const u8*)from, wanted});
 }
 
-FN u64 evict_first() { return 0; }
-FN void copy_async_once(void* place, const void* from, bool wanted, u64) { copy_async(place, from, wanted); }
-
 FN void prefetch_bytes(const void* from, u32 bytes) {
     emulator::check_aligned(from);
     if (bytes % 16) emulator::fail(emulator::MISALIGNED);

@@ -69,8 +69,6 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::in_flight.push_back({(u8*)place, (const u8*)from, bytes, mbarrier});
 }
 
-FN void copy_bulk_once(void* place, const void* from, u32 bytes, u64* mbarrier, u64) { copy_bulk(place, from, bytes, mbarrier); }
-
 struct TensorMap { const u8* base; i64 rows, runs, row_bytes, box_runs, box_rows; u8 rest[80]; };   // test_step_emulated.py
 
 namespace emulator { static std::list<std::vector<u8>> boxes; }

@@ -115,18 +115,6 @@ FN void copy_async(void* place, const void* from, bool wanted) {
                  :: "r"(shared_address(place)), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 
-// What is read once makes room in the L2 cache before anything else does.
-FN u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-FN void copy_async_once(void* place, const void* from, bool wanted, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-                 :: "r"(shared_address(place)), "l"(from), "r"(wanted ? 16 : 0), "l"(policy) : "memory");
-}
-
 // Into the L2 cache; the address and the size are multiples of 16.
 FN void prefetch_bytes(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");

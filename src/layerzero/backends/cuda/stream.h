@@ -41,11 +41,6 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
                  :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
 }
 
-FN void copy_bulk_once(void* place, const void* from, u32 bytes, u64* mbarrier, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)), "l"(policy) : "memory");
-}
-
 // How a box of rows of a matrix of bytes is copied at once (tensor_maps.py): runs of 128 bytes, those
 // of all rows together, and in each the units of 16 bytes at `swizzled` of the row's number modulo 8.
 struct alignas(64) TensorMap { u8 opaque[128]; };

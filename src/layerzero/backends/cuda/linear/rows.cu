@@ -58,7 +58,6 @@ KERNEL(rows, Params, BOUNDS)
     const int row_of_lane = COALESCED ? lane() >> 3 : g, column_of_lane = COALESCED ? (lane() & 7) * 8 : t * 8;
     float* const parts = reinterpret_cast<float*>(shared() + WARPS * STAGES * UNIT_BYTES);
 
-    const u64 policy = evict_first();
     constexpr int COPIED = COALESCED ? 4 : 2;  // rows of a tile that this lane copies
     const u16* from[COPIED];
     int next_tile = cluster, next_column = column, next_unit = 0, fill_at = 0;
@@ -68,7 +67,7 @@ KERNEL(rows, Params, BOUNDS)
                 from[r] = p.weight + row_of(next_tile, r * (HEIGHT / COPIED) + row_of_lane, p.n) * p.weight_row;
             UNROLL for (int h = 0; h < 4 / COPIED; ++h) UNROLL for (int r = 0; r < COPIED; ++r) {
                 const int at = next_column + column_of_lane + h * 32, down = r * (HEIGHT / COPIED) + row_of_lane;
-                copy_async_once(ring + fill_at + swizzle(down, column_of_lane / 8 + h * 4), from[r] + minimum(at, p.k - 8), at < p.k, policy);
+                copy_async(ring + fill_at + swizzle(down, column_of_lane / 8 + h * 4), from[r] + minimum(at, p.k - 8), at < p.k);
             }
             next_column += STRIDE;
             if (++next_unit == COUNT) {

@@ -58,7 +58,6 @@ KERNEL(rows, Params, BOUNDS)
     u64* const empty = full + STAGES;
     float* const parts = reinterpret_cast<float*>(shared() + STAGES * STAGE + 256);
 
-    const u64 policy = evict_first();
     int next_tile = cluster, next_column = rank * CHUNK, next_unit = 0, fill = 0;
     auto fetch = [&] {                         // by the first warp
         if (next_tile < tiles) {
@@ -66,9 +65,9 @@ KERNEL(rows, Params, BOUNDS)
             if (lane() == 0) mbarrier_arrive_expect(full + fill, bytes > 0 ? HEIGHT * bytes : 0);
             sync_warp();
             if (lane() < HEIGHT && bytes > 0)
-                copy_bulk_once(shared() + fill * STAGE + lane() * PITCH_BYTES,
+                copy_bulk(shared() + fill * STAGE + lane() * PITCH_BYTES,
                                p.weight + row_of(next_tile, lane(), p.n) * p.weight_row + next_column,
-                               bytes, full + fill, policy);
+                               bytes, full + fill);
             next_column += STRIDE;
             if (++next_unit == COUNT) {
                 next_unit = 0, next_column = rank * CHUNK;

@@ -67,6 +67,10 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
         {"items": tuple((3 * i, 3, 5000 * (i % 3), 900 + 13 * i) for i in range(30)), "hq": 32,
          "hkv": 8, "d": 128, "softcap": 20.0, "window": (500, 0)},
         {"items": ((0, 2, 7, 5000), (2, 2, 0, 9000)), "hq": 8, "hkv": 2, "d": 256, "lse": True}),
+    "cuda.linear_rows": (
+        *({"rows": (r,), "k": 4096, "n": 3000} for r in (1, 2, 5, 8, 9, 16)),
+        *({"rows": (r,), "k": 14336, "n": 520, "bias": False} for r in (3, 16)),
+        {"rows": (8,), "k": 32768, "n": 40}, {"rows": (2, 4), "k": 4104, "n": 8200}),
     "cuda.quantized_linear": (
         *({"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
           for f in ("int4", "int8", "fp8_e4m3") for g in (0, 32, 64, 128) for r in (1, 2, 5, 16)),

@@ -224,6 +224,7 @@ FN u8* shared() { return emulator::now->block->shared; }
 
 // Bits
 
+FN void launch_next() {}
 FN void wait_for_previous() {}
 FN u32 float_bits(float v) { u32 r; memcpy(&r, &v, 4); return r; }
 FN float bits_float(u32 v) { float r; memcpy(&r, &v, 4); return r; }
@@ -306,6 +307,12 @@ FN void copy_async(void* place, const void* from, bool wanted) {
     if (wanted) emulator::check_aligned(from);
     memset(place, 0xFF, 16);
     emulator::now->open.push_back({(u8*)place, (const u8*)from, wanted});
+}
+
+FN void prefetch_bytes(const void* from, u32 bytes) {
+    emulator::check_aligned(from);
+    if (bytes % 16) emulator::fail(emulator::MISALIGNED);
+    for (u32 n = 0; n < bytes; ++n) (void)*((const volatile u8*)from + n);
 }
 
 FN void copy_commit() {

@@ -159,6 +159,7 @@ CALLS: dict[str, tuple[dict[str, object], ...]] = {
          "window": (50, -1), "lse": True}),
     "cuda.paged_attention_decode": ({"context": (70, 9), "d": 64},
                                     {"lengths_q": (3, 1, 5), "d": 128}),
+    "cuda.linear_rows": ({"k": 1024, "rows": (8,)}, {"k": 4096, "rows": (16,), "n": 520}),
     "cuda.quantized_linear": (
         {"format": "int4", "group": 32, "k": 256, "rows": (1,)},
         {"format": "int8", "k": 256, "rows": (7,), "symmetric": False},
@@ -174,6 +175,9 @@ class OnlyCompiled:
     def __init__(self, source, name, macros, threads, shared=0, cluster=1):
         self.source, self.name, self.macros = source, name, macros
         assert threads <= 1024 and shared <= 227 << 10 and cluster <= 16
+
+    def resident_clusters(self):
+        return 1
 
     def launch(self, grid, params, *args, varying=(), **kept):
         assert all(type(n) is int and n > 0 for n in grid) and args

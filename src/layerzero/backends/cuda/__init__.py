@@ -13,6 +13,7 @@ from typing import Any
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
 from ...ops.grouped_attention import OP as grouped_attention
+from ...ops.linear import OP as linear
 from ...ops.paged_attention import OP as paged_attention
 from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
@@ -50,6 +51,11 @@ def _grouped_attention() -> Callable[..., Any]:
 def _paged_attention_shared() -> Callable[..., Any]:
     from .attention.grouped import paged_attention_shared
     return paged_attention_shared
+
+
+def _linear() -> Callable[..., Any]:
+    from .linear.rows import linear
+    return linear
 
 
 def _quantized_linear() -> Callable[..., Any]:
@@ -137,6 +143,9 @@ GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 GEMV_SHARED = ("(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features "
                "// 4 + 73728")
 
+# of rows.cu; it uses as much as there is
+ROWS_SHARED = "65536"
+
 INT4, EIGHT_BITS = r.one_of("format", "int4"), r.one_of("format", "int8", "fp8_e4m3")
 WEIGHT_RULES: tuple[r.Condition, ...] = (      # how gemv.cu reads a weight
     r.one_of("format", "int4", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
@@ -199,6 +208,15 @@ KERNELS = (
             r.absent("chunk_lengths.dtype", Code.SHAPE_UNSUPPORTED),
             shared_memory=GROUPED_SHARED,
             less_work="reads a key once for all items that see it; no item is read on the host"),
+    _kernel("linear_rows", linear, _linear, 1.1, 14.0, HALF,
+            r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_most("rows", 16), r.unit_stride("x"),
+            *_read_in_place("weight"), r.absent("activation"),
+            r.at_least("out_features", 1, Code.EMPTY_INPUT),
+            r.at_least("in_features", 8), r.multiple_of("in_features", 8),
+            r.at_most("in_features", 1 << 15),
+            r.when(r.at_least("rows", 9), r.at_most("in_features", 1 << 14)), r.unit_stride("bias"),
+            shared_memory=ROWS_SHARED,
+            note="in a graph the weight is on its way before the kernels in front have ended"),
     _kernel("quantized_linear", quantized_linear, _quantized_linear, 10.0, 14.0, HALF,
             *WEIGHT_RULES, r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_most("rows", 16),
             r.equals("activations", "none"), r.unit_stride("bias"), shared_memory=GEMV_SHARED,

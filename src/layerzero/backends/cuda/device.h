@@ -32,6 +32,13 @@ FN u8* shared() {
     return lz_shared;
 }
 
+// Lets the next kernel be launched while this one runs, if a graph says that it may (graph_edges.py).
+FN void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Lets the next kernel be launched, and waits for the one before, if a graph let this one begin before
 // that had ended (graph_edges.py): ahead of the first thing that other kernels write or read.
 FN void wait_for_previous() {
@@ -106,6 +113,11 @@ FN u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(p
 FN void copy_async(void* place, const void* from, bool wanted) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(place)), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+
+// Into the L2 cache; the address and the size are multiples of 16.
+FN void prefetch_bytes(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
 FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -2,7 +2,8 @@
 
 The kernel must wait by itself for what was launched before it (griddepcontrol.wait) ahead of the
 first thing that it reads or writes of others; `spec.replay.waiting` has those that do. What comes
-before may be any kernel: it is over, and what it wrote is visible, when the wait is.
+before may be any kernel: it is over, and what it wrote is visible, when the wait is. Weights of
+linear layers are read before the wait (linear/rows.cu): no kernel of the graph may write them.
 """
 
 from __future__ import annotations

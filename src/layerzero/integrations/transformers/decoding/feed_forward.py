@@ -69,8 +69,12 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
                     into.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
-    # two products and one launch between them
     if fast is not None and gate and not parts.gate_last:
+        gated: Run | None = fast.gated(bind.kernels["gate and up"], into.weight, into.bias, kind)
+        if gated is not None:
+            bind.kernels["gate and up"] += ", with the activation"
+            return lambda x: second(gated(x))
+        # two products and one launch between them
         return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
     if gate:
         return lambda x: second(activate_gated(first(x), kind, not parts.gate_last))

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....backends.cuda.linear import rows
 from .....backends.triton import gemv
 from .....backends.triton.attention.decode import launch
 from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "gate", "rotate_and_store", "wide"]
+__all__ = ["attend", "gate", "gated", "rotate_and_store", "wide"]
 Run = Callable[..., Any]
 
 
@@ -113,9 +114,19 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
     return out
 
 
+def gated(kernel: str, weight: Tensor, bias: Tensor | None, kind: str) -> Run | None:
+    """Returns the product of gate and up, which lie in one weight, with the activation at its end;
+    None if `kernel`, which was fastest without one, has none."""
+    if kernel != "cuda.linear_rows" or kind != "swiglu":
+        return None
+    return lambda x: rows.launch(x, weight, bias, gated=True)
+
+
 def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
     """Returns the product that `run` is, without rounding its float32 sums, where it is of our
-    kernel for few rows: logits decide by less than half precision has."""
+    kernels for few rows: logits decide by less than half precision has."""
+    if kernel == "cuda.linear_rows":
+        return lambda x: rows.launch(x, weight, bias, dtype=torch.float32)
     if not kernel.startswith("triton.linear_gemv"):
         return run
     return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

@@ -1,0 +1,170 @@
+// A weight of halves times one to sixteen rows of x. The time is that of reading the weight.
+//
+// Tensor cores multiply 16 rows of the weight, a tile, by eight rows of x. The order of the inputs in a
+// sum is free, if it is the same on both sides: so each lane reads 16 bytes of a row of the weight, and
+// of a row of x. A unit is 64 inputs of a tile. The units of a tile go to the warps of a block, and of
+// the SPLIT blocks of a cluster, in turn: each warp has the same columns of every tile, and keeps x for
+// them in registers. It has STAGES units in flight to its own shared memory, where each lane reads back
+// what it copied, so that warps wait for each other only to add up their sums: once in SLOTS tiles,
+// always in the same order.
+//
+// In a graph the weight is on its way before the kernels in front of this one have ended: nobody writes
+// it. Blocks that take most of the shared memory begin as those of the product before them end, and
+// fill their rings while a norm or an attention runs in between; `ahead` tiles beyond go to the L2 cache.
+//
+// Macros: BF16, WIDE (the result is float32), COLUMNS (tiles of eight rows of x: 1 or 2), COUNT (most
+// units of a warp), GATED (the result is silu(gate) * up, and the weight has n rows of each), WARPS, SPLIT, STAGES, SLOTS, BLOCKS (minimum thread blocks per multiprocessor).
+#include "stream.h"
+
+struct Params {
+    const u16* x;
+    const u16* weight;
+    const u16* bias;
+    void* out;
+    i64 x_row, weight_row;                     // strides
+    i32 rows, n, k;
+    i32 ahead;                                 // tiles
+};
+
+constexpr int THREADS = WARPS * 32, HEIGHT = 16, UNIT = 64, UNIT_BYTES = HEIGHT * UNIT * 2;
+constexpr int ROWS = COLUMNS * 8;
+constexpr int PITCH = 20;                      // in floats, of 16 sums, without bank conflicts
+constexpr int PART = ROWS * PITCH, ROUND = SLOTS * WARPS * PART;
+constexpr int CHUNK = WARPS * UNIT, PITCH_BYTES = CHUNK * 2 + 64, STAGE = HEIGHT * PITCH_BYTES;
+// Rows of the result in a tile: where gated, a tile has eight rows of gate, and then the same of up.
+constexpr int RESULTS = GATED ? 8 : HEIGHT;
+constexpr int PIECE = 512;                     // bytes of one request to the L2 cache
+
+// Where a piece of a row of a unit is, so that eight lanes, of two rows or of one, use all banks
+FN int swizzle(int row, int piece) { return row * 128 + (piece ^ (row & 1) * 4) * 16; }
+FN int minimum(int a, int b) { return a < b ? a : b; }
+
+// The row of the weight that is `down` in a tile; the last one again past the end
+FN int row_of(int tile, int down, int n) {
+    return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
+}
+
+#define BOUNDS THREADS, BLOCKS
+KERNEL(rows, Params, BOUNDS)
+{
+    launch_next();
+    const int g = lane() >> 2, t = lane() & 3;
+    const int tiles = (p.n + RESULTS - 1) / RESULTS;
+    const int rank = SPLIT > 1 ? cluster_rank() : 0, cluster = block_x() / SPLIT, clusters = grid_x() / SPLIT;
+    constexpr int STRIDE = SPLIT * CHUNK;
+    const int column = rank * CHUNK + warp() * UNIT;
+
+    u64* const full = reinterpret_cast<u64*>(shared() + STAGES * STAGE);
+    u64* const empty = full + STAGES;
+    float* const parts = reinterpret_cast<float*>(shared() + STAGES * STAGE + 256);
+
+    int next_tile = cluster, next_column = rank * CHUNK, next_unit = 0, fill = 0;
+    auto fetch = [&] {                         // by the first warp
+        if (next_tile < tiles) {
+            const int bytes = minimum(CHUNK, p.k - next_column) * 2;
+            if (lane() == 0) mbarrier_arrive_expect(full + fill, bytes > 0 ? HEIGHT * bytes : 0);
+            sync_warp();
+            if (lane() < HEIGHT && bytes > 0)
+                copy_bulk(shared() + fill * STAGE + lane() * PITCH_BYTES,
+                               p.weight + row_of(next_tile, lane(), p.n) * p.weight_row + next_column,
+                               bytes, full + fill);
+            next_column += STRIDE;
+            if (++next_unit == COUNT) {
+                next_unit = 0, next_column = rank * CHUNK;
+                next_tile += clusters;
+            }
+        }
+        fill = fill + 1 == STAGES ? 0 : fill + 1;
+    };
+    if (warp() == 0) {
+        if (lane() == 0) {
+            ROLLED for (int s = 0; s < STAGES; ++s) mbarrier_init(full + s, 1), mbarrier_init(empty + s, WARPS);
+            mbarriers_ready();
+        }
+        sync_warp();
+        ROLLED for (int s = 0; s < STAGES; ++s) fetch();
+    }
+    sync_block();
+
+    if (p.ahead) {                             // the blocks of a cluster share the rows
+        const int pieces = (p.k * 2 + PIECE - 1) / PIECE, first = cluster + STAGES / COUNT * clusters;
+        ROLLED for (int n = 0, tile = first; n < p.ahead && tile < tiles; ++n, tile += clusters)
+            ROLLED for (int e = rank * THREADS + thread(); e < HEIGHT * pieces; e += SPLIT * THREADS) {
+                const int at = e % pieces * PIECE;
+                const u16* row = p.weight + row_of(tile, e / pieces, p.n) * p.weight_row;
+                prefetch_bytes(reinterpret_cast<const u8*>(row) + at, minimum(PIECE, p.k * 2 - at));
+            }
+    }
+
+    wait_for_previous();
+    Four x[COLUMNS][COUNT][2];
+    UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int u = 0; u < COUNT; ++u) UNROLL for (int h = 0; h < 2; ++h) {
+        const int row = c * 8 + g, at = column + u * STRIDE + h * 32 + t * 8;
+        x[c][u][h] = {0, 0, 0, 0};
+        if (row < p.rows && at < p.k) x[c][u][h] = load4(p.x + row * p.x_row + at);
+    }
+
+    int stage = 0, parity = 0, left = (tiles - cluster + clusters - 1) / clusters, buffer = 0;
+    int freed = 0, freed_parity = 0;           // the stage that is filled again
+    bool began = false;
+    ROLLED for (int first = cluster; left > 0; first += SLOTS * clusters, left -= SLOTS) {
+        const int many = minimum(left, SLOTS);
+        float* const mine = parts + buffer * ROUND;
+        ROLLED for (int slot = 0; slot < many; ++slot) {
+            float d[COLUMNS][2][4];            // two chains each
+            UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int e = 0; e < 8; ++e) d[c][e / 4][e % 4] = 0;
+            UNROLL for (int u = 0; u < COUNT; ++u) {
+                while (!mbarrier_passed(full + stage, parity)) {}
+                Four w[2][2];
+                const bool inside = column + u * STRIDE < p.k;
+                UNROLL for (int h = 0; h < 2; ++h) UNROLL for (int r = 0; r < 2; ++r)
+                    w[h][r] = load4(shared() + stage * STAGE + (r * 8 + g) * PITCH_BYTES + warp() * UNIT * 2 + h * 64 + t * 16);
+                sync_warp();
+                if (lane() == 0) mbarrier_arrive(empty + stage);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (inside) UNROLL for (int h = 0; h < 2; ++h) {
+                    const u32 low[4] = {w[h][0].x, w[h][1].x, w[h][0].y, w[h][1].y};
+                    const u32 high[4] = {w[h][0].z, w[h][1].z, w[h][0].w, w[h][1].w};
+                    UNROLL for (int c = 0; c < COLUMNS; ++c) {
+                        const u32 first_two[2] = {x[c][u][h].x, x[c][u][h].y}, last_two[2] = {x[c][u][h].z, x[c][u][h].w};
+                        mma<BF16>(d[c][0], low, first_two);
+                        mma<BF16>(d[c][1], high, last_two);
+                    }
+                }
+                if (warp() == 0) {             // a stage behind, so that nobody is waited for
+                    if (began) {
+                        while (!mbarrier_passed(empty + freed, freed_parity)) {}
+                        if (++freed == STAGES) freed = 0, freed_parity ^= 1;
+                        fetch();
+                    }
+                    began = true;
+                }
+            }
+            float* const to = mine + (slot * WARPS + warp()) * PART;
+            UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int e = 0; e < 4; ++e)
+                to[(c * 8 + 2 * t + (e & 1)) * PITCH + e / 2 * 8 + g] = d[c][0][e] + d[c][1][e];
+        }
+        // The other buffer is free again when all have come here: who reads it comes here after that.
+        if (SPLIT > 1) sync_cluster(); else sync_block();
+        ROLLED for (int e = rank * THREADS + thread(); e < many * ROWS * RESULTS; e += SPLIT * THREADS) {
+            const int slot = e / (ROWS * RESULTS), m = e / RESULTS % ROWS, down = e % RESULTS;
+            const int row = (first + slot * clusters) * RESULTS + down;
+            if (m >= p.rows || row >= p.n) continue;
+            auto sum = [&](int of_up) {
+                float total = 0;
+                UNROLL for (int other = 0; other < SPLIT; ++other) UNROLL for (int w = 0; w < WARPS; ++w) {
+                    const float* at = mine + (slot * WARPS + w) * PART + m * PITCH + down + of_up * RESULTS;
+                    total += SPLIT > 1 ? cluster_read(at, other) : *at;
+                }
+                return p.bias ? total + to_float<BF16>(p.bias[row + of_up * p.n]) : total;
+            };
+            float total = sum(0);
+            if (GATED) total = total / (1.0f + exact_exp(-total)) * sum(1);
+            const i64 at = i64(m) * p.n + row;
+            if (WIDE) static_cast<float*>(p.out)[at] = total;
+            else static_cast<u16*>(p.out)[at] = from_float<BF16>(total);
+        }
+        buffer ^= 1;
+    }
+    if (SPLIT > 1) leave_cluster();            // others may still read this block's sums
+}

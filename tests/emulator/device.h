@@ -309,12 +309,6 @@ FN void copy_async(void* place, const void* from, bool wanted) {
     emulator::now->open.push_back({(u8*)place, (const u8*)from, wanted});
 }
 
-FN void prefetch_bytes(const void* from, u32 bytes) {
-    emulator::check_aligned(from);
-    if (bytes % 16) emulator::fail(emulator::MISALIGNED);
-    for (u32 n = 0; n < bytes; ++n) (void)*((const volatile u8*)from + n);
-}
-
 FN void copy_commit() {
     emulator::now->groups.push_back(emulator::now->open);
     emulator::now->open.clear();

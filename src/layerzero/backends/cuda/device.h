@@ -115,11 +115,6 @@ FN void copy_async(void* place, const void* from, bool wanted) {
                  :: "r"(shared_address(place)), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 
-// Into the L2 cache; the address and the size are multiples of 16.
-FN void prefetch_bytes(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
-
 FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> FN void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 

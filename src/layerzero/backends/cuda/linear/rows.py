@@ -17,22 +17,19 @@ HEIGHT, UNIT = 16, 64                          # rows and inputs of what a warp 
 UNIT_BYTES = HEIGHT * UNIT * 2
 # Units of a warp, times tiles of eight rows of x: so many of x are in its registers.
 MAX_UNITS = 8
-WARPS = 8
+WARPS, MIN_STAGES = 8, 3
 # Most of a multiprocessor's: blocks of the next product begin as these end, and small kernels
 # between the two run beside either.
 SHARED = 196 << 10
-_PARAMS = struct.Struct("@4P2q4i")
+_PARAMS = struct.Struct("@4P2q3i")
 
 
 class Config(NamedTuple):
     split: int = 1             # thread blocks that split the inputs
     stages: int = 0            # units in flight per warp; 0: as many as fit
-    ahead: int = 0             # tiles beyond these that are brought into the L2 cache
     warps: int = WARPS
     slots: int = 0             # tiles between sums over the warps; 0: as many as keep them busy
     blocks: int = 1            # thread blocks per multiprocessor
-    coalesced: int = 1
-    bulk: int = 0
 
 
 class Shape(NamedTuple):
@@ -52,18 +49,23 @@ class Shape(NamedTuple):
         return -(-self.k // (UNIT * cfg.warps * cfg.split))
 
     def sums_bytes(self, cfg: Config) -> int:
-        return 2 * cfg.slots * cfg.warps * self.columns * 8 * 20 * 4
+        """Returns the memory for sums of warps, twice, and of the tiles that a cluster adds up."""
+        kept = max(1, 8 // cfg.slots) * cfg.slots if cfg.split > 1 else 0
+        return self.columns * 8 * 4 * (2 * cfg.slots * cfg.warps * 20 + kept * HEIGHT)
 
     def shared(self, cfg: Config) -> int:
-        if cfg.bulk:
-            return cfg.stages * HEIGHT * (cfg.warps * 128 + 64) + 256 + self.sums_bytes(cfg)
         return cfg.warps * cfg.stages * UNIT_BYTES + self.sums_bytes(cfg)
 
 
 @lru_cache(maxsize=4096)
 def config(shape: Shape, machine: Machine) -> Config:
     cfg = Config()
-    # x must fit into registers, and no multiprocessor be idle
+    # x must fit into registers, by more warps rather than by more blocks if their rings fit too,
+    # and no multiprocessor be idle
+    more = cfg._replace(warps=2 * WARPS)
+    if (shape.units(cfg) * shape.columns > MAX_UNITS
+            and with_stages(shape, more, machine).stages >= MIN_STAGES):
+        cfg = more
     while cfg.split < MAX_SPLIT and (
             shape.units(cfg) * shape.columns > MAX_UNITS
             or (2 * cfg.split * shape.tiles <= machine.processors and shape.units(cfg) > 1)):
@@ -74,12 +76,10 @@ def config(shape: Shape, machine: Machine) -> Config:
 def with_stages(shape: Shape, cfg: Config, machine: Machine) -> Config:
     cfg = cfg._replace(slots=cfg.slots or max(1, 2 // shape.columns))
     room = min(SHARED, machine.shared) // cfg.blocks - shape.sums_bytes(cfg)
-    if cfg.bulk:
-        return cfg._replace(stages=cfg.stages or (room - 256) // (HEIGHT * (cfg.warps * 128 + 64)))
     return cfg._replace(stages=cfg.stages or room // (cfg.warps * UNIT_BYTES))
 
 
-def clusters(shape: Shape, cfg: Config, resident: int) -> int:
+def clusters(shape: Shape, resident: int) -> int:
     """Returns how many clusters share the tiles evenly, at most so many."""
     rounds = -(-shape.tiles // resident)
     return -(-shape.tiles // rounds)
@@ -88,15 +88,13 @@ def clusters(shape: Shape, cfg: Config, resident: int) -> int:
 class Launch(NamedTuple):
     run: Any
     grid: tuple[int, int, int]
-    ahead: int
 
 
 def _macros(shape: Shape, dtype: torch.dtype, wide: bool, cfg: Config) -> compiler.Macros:
     return (("BF16", int(dtype == torch.bfloat16)), ("WIDE", int(wide)),
             ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("GATED", int(shape.gated)),
-            ("WARPS", cfg.warps),
-            ("SPLIT", cfg.split), ("STAGES", cfg.stages), ("SLOTS", cfg.slots),
-            ("BLOCKS", cfg.blocks), ("COALESCED", cfg.coalesced))
+            ("WARPS", cfg.warps), ("SPLIT", cfg.split), ("STAGES", cfg.stages),
+            ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
 
 
 @lru_cache(maxsize=4096)
@@ -104,12 +102,12 @@ def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
              chosen: Config | None) -> Launch:
     cfg = with_stages(shape, chosen or config(shape, machine), machine)
     macros = _macros(shape, dtype, wide, cfg)
-    run = compiler.kernel("linear/rows_bulk.cu" if cfg.bulk else "linear/rows.cu", "rows", macros,
-                          cfg.warps * 32, shape.shared(cfg), cfg.split)
+    run = compiler.kernel("linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
+                          cfg.split)
     resident = max(1, cfg.blocks * machine.processors // cfg.split)
     if cfg.split > 1:                                      # others would run after all of these
         resident = min(resident, run.resident_clusters())
-    return Launch(run, (clusters(shape, cfg, resident) * cfg.split, 1, 1), cfg.ahead)
+    return Launch(run, (clusters(shape, resident) * cfg.split, 1, 1))
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None = None,
@@ -127,7 +125,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None
     prepared = _prepare(Shape(-(-rows // 8), n, k, gated), x.dtype, dtype == torch.float32,
                         compiler.machine_of(x.device), chosen)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, bias, out, flat.stride(0),
-                        weight.stride(0), rows, n, k, prepared.ahead)
+                        weight.stride(0), rows, n, k)
     return out
 
 

@@ -365,7 +365,7 @@ class Dispatcher:
             # another op changed: the cache holds
             self.world, self.cache = self.installed = world, self.cache
             return
-        program = world.program(self.op)
+        program = world.program(self.op, previous=self.world)
         cache = OpCache(world.policy.setting("cache_size"), self._emit_evicted)
         # An op without tensors takes the slow path, which costs little beside its work.
         if self.op.read is None and (self.program is None or program.id != self.program.id):

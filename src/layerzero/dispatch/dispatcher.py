@@ -175,7 +175,7 @@ class Dispatcher:
         `values` are those of the call it is made for, so that a better kernel can be compiled for
         calls like it.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         world, plan, kernel, binding = self._select(world, facts, override)
         step = plan.steps[0]
         if values is not None:
@@ -188,7 +188,7 @@ class Dispatcher:
                 self.op.name, facts["device"], step.workspace, plan.refused_workspace):
             # from now on the clock looks at what is free
             worlds.call_with_current(clock.schedule)
-        micros = (time.perf_counter() - began) * 1e6
+        micros = (time.perf_counter() - start) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         explained = (world.plan(self.op, facts, override, thorough=True) if events.wants_reasons()

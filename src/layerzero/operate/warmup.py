@@ -320,7 +320,7 @@ def _call_once(job: _Job) -> None:
 
 
 def _warm(job: _Job) -> WarmupOutcome:
-    began = time.perf_counter()
+    start = time.perf_counter()
     left_out: dict[str, str] = {}
     with torch.set_grad_enabled(job.call.grad):
         try:
@@ -344,7 +344,7 @@ def _warm(job: _Job) -> WarmupOutcome:
                     left_out[kernel.id] = problem
                     continue
                 _call_once(job)
-            took = time.perf_counter() - began
+            took = time.perf_counter() - start
             return WarmupOutcome(job.call, "ready", kernel.id, kernel.jit, took, left_out=left_out)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Results, Values
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, absent, any_of, at_least, dtypes, equals, one_of, present
@@ -199,18 +199,18 @@ def _ignore_chunks(op: Any, v: Values) -> Values | None:
     return None if v["chunk_starts"] is None else {**v, "chunk_starts": None, "chunk_lengths": None}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", _top_left), *SCORES, *SOFTCAP,
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("alignment", "the diagonal at the other corner", _top_left), *SCORES, *SOFTCAP,
     *WINDOW, *LSE,
-    Alteration("mask", "the keys of the items taken one after another", _packed_keys),
-    Alteration("mask", "the last key of each item left out", _shorten),
-    Alteration("stale page", "the chunks ignored", _ignore_chunks))
+    Mistake("mask", "the keys of the items taken one after another", _packed_keys),
+    Mistake("mask", "the last key of each item left out", _shorten),
+    Mistake("stale page", "the chunks ignored", _ignore_chunks))
 
 _INT32 = Code.KV_METADATA_INVALID
 
 OP = Op(
     name="grouped_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST,
                       "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
@@ -124,21 +124,21 @@ def _last_first(op: Any, v: dict[str, Any]) -> dict[str, Any] | None:
     return None if v["x"].shape[1] < 2 else {**v, "dt": v["dt"].flip(1)}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
-    Alteration("head map", "head h reading group h % groups of B and C",
+    Mistake("head map", "head h reading group h % groups of B and C",
                interleave_groups(("B", "C"), "x", 2)),
-    Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
-    Alteration("convention", "the input not added to the output", drop_argument("D")),
-    Alteration("convention", "no gate", drop_argument("z")),
-    Alteration("convention", "the first state ignored", drop_argument("initial_states")),
-    Alteration("convention", "dt of another token", _last_first),
-    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
-    Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}))
+    Mistake("convention", "no bias of dt", drop_argument("dt_bias")),
+    Mistake("convention", "the input not added to the output", drop_argument("D")),
+    Mistake("convention", "no gate", drop_argument("z")),
+    Mistake("convention", "the first state ignored", drop_argument("initial_states")),
+    Mistake("convention", "dt of another token", _last_first),
+    Mistake("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
+    Mistake("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}))
 
 OP = Op(
     name="mamba_chunk_scan", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 1, "s": 512, "h": 8, "g": 2, "d": 64, "n": 128, "final": True},),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
@@ -129,7 +129,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"],
             "w_gate_up.shape[1]"))
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("capacity", "the capacity ignored", "capacity", 0),
     replace_argument("capacity", "one token more than the capacity", "capacity",
                      off_by("capacity", 1)),
@@ -150,7 +150,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 OP = Op(
     name="moe", family="moe", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     reference_kernel=READS_ON_HOST,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-6, 1e-6)}),       # routing weights are float32

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
@@ -242,7 +242,7 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6},
     {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,
     replace_argument("scale", "key_scale ignored", "key_scale",
                      lambda v: torch.ones_like(v["key_scale"])),
@@ -251,7 +251,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
@@ -91,22 +91,22 @@ CASES: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"d": 3, "n": 4}, {"d": 3, "n": 4, "tied": False, "gate": True})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
-    Alteration("head map", "head h reading group h % groups of B and C",
+    Mistake("head map", "head h reading group h % groups of B and C",
                interleave_groups(("B", "C"), "x", 1)),
-    Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
-    Alteration("convention", "the input not added to the output", drop_argument("D")),
-    Alteration("convention", "no gate", drop_argument("z")),
-    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
-    Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}),
-    Alteration("convention", "B and C confused", lambda op, v: {**v, "B": v["C"], "C": v["B"]}))
+    Mistake("convention", "no bias of dt", drop_argument("dt_bias")),
+    Mistake("convention", "the input not added to the output", drop_argument("D")),
+    Mistake("convention", "no gate", drop_argument("z")),
+    Mistake("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
+    Mistake("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}),
+    Mistake("convention", "B and C confused", lambda op, v: {**v, "B": v["C"], "C": v["B"]}))
 
 GROUPS = Wording("heads % groups", "{heads} heads, {groups} groups",
                  {"0": "the number of heads must be a multiple of that of the groups"})
 OP = Op(
     name="selective_state_update", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 4, "h": 32, "g": 4, "d": 64, "n": 128},), main="x",
     reference_kernel={"overhead_us": 60.0,
                       "workspace": "12 * batch * heads * head_dim * state_dim"},

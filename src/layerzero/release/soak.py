@@ -229,14 +229,14 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
         disturbances = Disturbances(cases, tally, kind, rate, forks, seed)
         workers = Workers(cases, tally, threads, seed)
         probe = Probe(kind)
-        began = time.monotonic()
+        start = time.monotonic()
         cycle = min(max(CYCLE_SECONDS, report.target_seconds / MAX_SAMPLES), max(seconds / 4, 0.5))
         try:
             disturbances.start()
             workers.start()
             step = 0
-            while not interrupted.is_set() and time.monotonic() - began < seconds:
-                end = min(time.monotonic() + cycle, began + seconds)
+            while not interrupted.is_set() and time.monotonic() - start < seconds:
+                end = min(time.monotonic() + cycle, start + seconds)
                 pause = cycle / (len(disturbances) + 1)
                 for _ in range(len(disturbances)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
@@ -245,9 +245,9 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
                     step += 1
                 workers.pause()
                 disturbances.quiet()
-                sample = probe.sample(time.monotonic() - began, tally)
+                sample = probe.sample(time.monotonic() - start, tally)
                 part.samples.append(sample)
-                _note(part, tally, time.monotonic() - began, disturbances)
+                _note(part, tally, time.monotonic() - start, disturbances)
                 if out is not None:
                     report.save(out)
                 if say is not None:
@@ -259,7 +259,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
             part.interrupted = interrupted.is_set()
             workers.end()
             disturbances.end()
-            _note(part, tally, time.monotonic() - began, disturbances)
+            _note(part, tally, time.monotonic() - start, disturbances)
             if out is not None:
                 report.save(out)
     return report
@@ -346,10 +346,10 @@ class Probe:
             for _ in range(PROBE_ROUNDS):
                 for call, times in ((self._ours, ours), (self._torchs, torchs)):
                     for _ in range(PROBE_CALLS):
-                        began = time.perf_counter_ns()
+                        start = time.perf_counter_ns()
                         call()
                         self._wait()
-                        times.append((time.perf_counter_ns() - began) / 1e3)
+                        times.append((time.perf_counter_ns() - start) / 1e3)
         ours.sort()
         return SoakSample(at, rss, fds, threads, statistics.median(ours),
                           ours[int(len(ours) * 0.99)], statistics.median(torchs),

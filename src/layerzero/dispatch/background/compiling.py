@@ -120,7 +120,7 @@ def compile_now(
     warmed = jit.warmed_keys(kernel, facts, values) if warmed is None else warmed
     if warmed <= worlds.current().warmed:
         return None
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with locks.DeferEvents(), process_lock(_lock_name(kernel, kind), LOCK_SECONDS,
                                                closing), _compile_lock:
@@ -142,7 +142,7 @@ def compile_now(
         elif fault == "sticky":
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
-    events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - began))
+    events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - start))
     op = dispatcher.op.name
     worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed)
                    if kernel.id in w.catalog.by_id else w,
@@ -192,7 +192,7 @@ class _Job:
     facts: Mapping[str, Any]
     inputs: Inputs
     warmed: frozenset[Any]
-    began: float = 0.0
+    started_at: float = 0.0
 
     @property
     def label(self) -> str:
@@ -307,7 +307,7 @@ def _work() -> None:
                 _thread = _current = None
                 return
             job = _current = _queue.popleft()
-            job.began = time.monotonic()
+            job.started_at = time.monotonic()
         try:
             problem = _compile(job)
         except events.ANY_ERROR as e:          # whatever a kernel raises, this thread goes on
@@ -346,7 +346,7 @@ def status() -> CompileStatus:
     with _queue_lock:
         job, waiting = _current, tuple(j.label for j in _queue)
     return CompileStatus(
-        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began,
+        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.started_at,
         waiting
     )
 

@@ -59,7 +59,7 @@ class TextGeneration:
         run = model.decoder(phases["prefill"], capacity)
         one: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)
-        began, token = self.clock(), 0
+        start, token = self.clock(), 0
         for step in range(length):
             with torch.no_grad():
                 if step and not self.watch:
@@ -77,9 +77,9 @@ class TextGeneration:
                     token = int(tokens)
             now = self.clock()
             if step:
-                self.decode_seconds, self._decoded = self.decode_seconds + now - began, step
+                self.decode_seconds, self._decoded = self.decode_seconds + now - start, step
             else:
-                self.prompt_seconds = now - began
+                self.prompt_seconds = now - start
             run.do = phases["decode"]
             self.kernels = {name: dict(do.counts) for name, do in phases.items()
                             if isinstance(do, LzCaller)}
@@ -87,7 +87,7 @@ class TextGeneration:
                 return
             self.generated += 1
             yield token
-            began = self.clock()
+            start = self.clock()
 
     @property
     def prompt_rate(self) -> float:

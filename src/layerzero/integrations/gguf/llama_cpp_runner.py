@@ -71,7 +71,7 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
         count, tokens, top = request["count"], [], []
         clock = time.process_time if request["cpu_time"] else time.perf_counter
         llama.reset()
-        began = clock()
+        start = clock()
         llama.eval(request["prompt"])
         middle = clock()
         for step in range(count):
@@ -87,7 +87,7 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
                 llama.eval([token])
         end = clock()
         return {"tokens": tokens, "top": top,
-                "prompt_rate": len(request["prompt"]) / (middle - began),
+                "prompt_rate": len(request["prompt"]) / (middle - start),
                 "decode_rate": (count - 1) / (end - middle) if count > 1 else 0.0}
 
     return run

@@ -122,9 +122,9 @@ class Trial:
         """Shorten the prompts for a model that is very slow: bfloat16 on a CPU without arithmetic
         for it takes a second for each token of a small one."""
         ids = self.tokens(PROBE)
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._call(self.stock_decoder, ids, use_cache=False)
-        each = (time.perf_counter() - began) / PROBE
+        each = (time.perf_counter() - start) / PROBE
         most = max(PROBE, int(PATIENCE / each)) if each * self.prefill > PATIENCE else self.prefill
         if most < self.prefill:
             self.prefill, self.context = most, min(most, self.context)
@@ -265,12 +265,12 @@ class Trial:
 
     @staticmethod
     def _gain(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Gain:
-        race, began = Race(stopwatch(device)), time.perf_counter()
+        race, start = Race(stopwatch(device)), time.perf_counter()
         for name, way in ways.items():
             race.enter(name, way)
         entered = time.perf_counter()
         end = entered + seconds
-        race.run(MIN_ROUNDS if entered - began < PATIENCE else MIN_SLOW_ROUNDS)
+        race.run(MIN_ROUNDS if entered - start < PATIENCE else MIN_SLOW_ROUNDS)
         while time.perf_counter() < end:
             race.run()
         timings = race.timings

@@ -32,8 +32,9 @@ def _rms_norm() -> Direct:
         if weight is None or offset == 0.0:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
         # weight + offset would be rounded in a half type
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        out = torch.rms_norm(x.to(acc_dtype), x.shape[-1:], weight.to(acc_dtype) + offset, eps)
+        return out.to(x.dtype)
 
     return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=general)
 

@@ -36,9 +36,9 @@ class SequenceKV:
         width = (GGML_FORMATS[kind].row_bytes(config.head_dim) if kind == "q8_0"
                  else config.head_dim)
         dtype = torch.uint8 if kind == "q8_0" else getattr(torch, kind)
-        room = min(capacity, MIN_CAPACITY)
+        tokens = min(capacity, MIN_CAPACITY)
         self.keys, self.values = (
-            [torch.empty((batch, room, config.kv_heads, width), dtype=dtype, device=device)
+            [torch.empty((batch, tokens, config.kv_heads, width), dtype=dtype, device=device)
              for _ in range(config.layers)] for _ in range(2))
 
     @property

@@ -219,12 +219,12 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
     global _thread
     with _lock:
         _critical.extend(urgent)
-        room = max(most - len(_rest), 0)
-        _rest.extend(rest[:room])
+        free = max(most - len(_rest), 0)
+        _rest.extend(rest[:free])
         if _thread is None:
             _thread = threading.Thread(target=_work, name="layerzero-warmup", daemon=True)
             _thread.start()
-    for job in rest[room:]:
+    for job in rest[free:]:
         _finish(job, WarmupOutcome(job.call, "skipped", why=f"{most} calls wait already"))
 
 

@@ -30,8 +30,8 @@ def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
               causal_align: Literal["top_left", "bottom_right"] | None = None,
               is_causal: bool = False) -> Tensor:
     """Returns the bias (heads, seq_q, seq_k) to add to attention scores."""
-    wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide,
+    upcast = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, upcast,
                                   slopes.device)
     assert bias is not None                    # there are slopes
     return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)

@@ -30,16 +30,16 @@ def reference(
     (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
     width - 1.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
     width, length = weight.shape[1], x.shape[2]
     before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states
     tokens = torch.cat((before, x), -1)
-    seen = tokens[..., before.shape[-1] - width + 1:].to(wide)
-    out = torch.zeros_like(x, dtype=wide)
+    seen = tokens[..., before.shape[-1] - width + 1:].to(acc_dtype)
+    out = torch.zeros_like(x, dtype=acc_dtype)
     for i in range(width):
-        out = out + seen[..., i:i + length] * weight[:, i, None].to(wide)
+        out = out + seen[..., i:i + length] * weight[:, i, None].to(acc_dtype)
     if bias is not None:
-        out = out + bias[:, None].to(wide)
+        out = out + bias[:, None].to(acc_dtype)
     out = (F.silu(out) if activation else out).to(x.dtype)
     if not return_final_states:
         return out

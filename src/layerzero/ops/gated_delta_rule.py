@@ -55,8 +55,8 @@ def reference(
 def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
             initial_state: Tensor | None, normalize: bool) -> tuple[Tensor, ...]:
     """Returns q (scaled), k, v, g, beta and first state in float32 or wider, per value head."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, value, g, beta = (t.to(wide) for t in (q, k, v, g, beta))
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, value, g, beta = (t.to(acc_dtype) for t in (q, k, v, g, beta))
     if normalize:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + L2_EPS) for t in (q, k))
     share = v.shape[2] // max(q.shape[2], 1)
@@ -65,7 +65,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: flo
     if initial_state is None:
         state = q.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
     else:
-        state = initial_state.to(wide).clone()
+        state = initial_state.to(acc_dtype).clone()
     return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, value, g, beta, state
 
 

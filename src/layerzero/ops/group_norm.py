@@ -25,14 +25,14 @@ def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor
               eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and
     all pixels."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    parts = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    parts = upcast.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     inner = tuple(range(2, parts.dim()))
     centred = parts - parts.mean(inner, keepdim=True)
     out = (centred * torch.rsqrt(centred.square().mean(inner, keepdim=True) + eps)).reshape(x.shape)
     per_channel = (1, -1, *(1,) * (x.dim() - 2))
-    out = out if weight is None else out * weight.to(wide.dtype).view(per_channel)
-    return (out if bias is None else out + bias.to(wide.dtype).view(per_channel)).to(x.dtype)
+    out = out if weight is None else out * weight.to(upcast.dtype).view(per_channel)
+    return (out if bias is None else out + bias.to(upcast.dtype).view(per_channel)).to(x.dtype)
 
 
 def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

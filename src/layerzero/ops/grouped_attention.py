@@ -56,18 +56,18 @@ def compute(
     is_causal: bool, scale: float | None, window_left: int, window_right: int, softcap: float,
     chunk_starts: Tensor | None, chunk_lengths: Tensor | None, causal_align: str = "bottom_right",
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
+    acc_dtype = torch.promote_types(query.dtype, torch.float32)
     rows = read_items(items, query.shape[0], key.shape[0], max_seqlen_q, max_seqlen_k, chunk_starts,
                       chunk_lengths)
     lengths = [0] * len(rows) if chunk_lengths is None else chunk_lengths.tolist()
-    # Autograd adds the items' gradients at the wide copies, and rounds the sum at the cast.
-    wide_key, wide_value = key.to(wide), value.to(wide)
+    # Autograd adds the items' gradients at the upcast copies, and rounds the sum at the cast.
+    key_upcast, value_upcast = key.to(acc_dtype), value.to(acc_dtype)
     out = query.new_zeros((query.shape[0], query.shape[1], value.shape[2]))
-    lse = query.new_full(out.shape[:2], -math.inf, dtype=wide)
+    lse = query.new_full(out.shape[:2], -math.inf, dtype=acc_dtype)
     for i, item in enumerate(rows):
         where = key_rows(item, None if chunk_starts is None else chunk_starts[i], lengths[i])
         q, k, v = (t.to(query.dtype).transpose(0, 1)[None] for t in (
-            query[item.q_start:item.q_start + item.n], wide_key[where], wide_value[where]))
+            query[item.q_start:item.q_start + item.n], key_upcast[where], value_upcast[where]))
         part, part_lse = attend(q, k, v, None, 0.0, is_causal, scale, causal_align, window_left,
                                 window_right, None, softcap)
         out[item.q_start:item.q_start + item.n] = part[0].transpose(0, 1)

@@ -22,11 +22,11 @@ from .formulas.norm import NORM_CASES, NORM_STRESS
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
               eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(-1, keepdim=True)
-    wide = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    wide = wide if weight is None else wide * weight.to(wide.dtype)
-    return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = upcast - upcast.mean(-1, keepdim=True)
+    upcast = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    upcast = upcast if weight is None else upcast * weight.to(upcast.dtype)
+    return (upcast if bias is None else upcast + bias.to(upcast.dtype)).to(x.dtype)
 
 
 def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -60,8 +60,8 @@ def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: 
     outs = outs.to(device=device, dtype=dtype)
     if stride == "padded":
         outs = torch.nn.functional.pad(outs, (0, 8))[..., :d]
-    wide = torch.promote_types(dtype, torch.float32)
-    return {"outs": outs, "lses": lses.to(device=device, dtype=wide)}
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    return {"outs": outs, "lses": lses.to(device=device, dtype=acc_dtype)}
 
 
 CASES: tuple[dict[str, Any], ...] = (

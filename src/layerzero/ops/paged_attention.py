@@ -86,8 +86,8 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
     """Returns (tokens, kv_heads, dim) in `dtype`; `scale` is one number or one per KV head."""
     if scale is None:
         return stored.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (stored.to(wide) * scale.to(wide).reshape(-1, 1)).to(dtype)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    return (stored.to(acc_dtype) * scale.to(acc_dtype).reshape(-1, 1)).to(dtype)
 
 
 def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
@@ -117,8 +117,8 @@ def inputs(
     def strided(t: Tensor) -> Tensor:
         if not stride:
             return t
-        wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
-        return (wide[..., ::2] if stride == "sparse" else wide[..., :t.shape[-1]]).copy_(t)
+        padded = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
+        return (padded[..., ::2] if stride == "sparse" else padded[..., :t.shape[-1]]).copy_(t)
 
     def cache(dim: int) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)

@@ -71,13 +71,13 @@ def reference(
     weight = dequantize_codes(weight_q, scales, zeros, FORMATS[format], in_features,
                               group_size or in_features, rows_per_scale, global_scale)
     if activations in ("int8", "fp8"):
-        wide, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
-        step = (x.to(wide).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
-        codes = (x.to(wide) / step).clamp(-largest, largest)
+        acc_dtype, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
+        step = (x.to(acc_dtype).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
+        codes = (x.to(acc_dtype) / step).clamp(-largest, largest)
         codes = (codes.round() if activations == "int8"
-                 else codes.float().to(torch.float8_e4m3fn).to(wide))
+                 else codes.float().to(torch.float8_e4m3fn).to(acc_dtype))
         out = codes @ weight.t() * step
-        return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+        return (out if bias is None else out + bias.to(acc_dtype)).to(x.dtype)
     out = x @ weight.to(x.dtype).t()
     return out if bias is None else out + bias
 

@@ -35,21 +35,21 @@ def reference(
     head has in common is expanded: dt, A, D and dt_bias of Mamba-2. z: the output is multiplied by
     silu(z).
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    inputs, step = x.to(wide), dt.to(wide)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    inputs, step = x.to(acc_dtype), dt.to(acc_dtype)
     if dt_bias is not None:
-        step = step + dt_bias.to(wide)
+        step = step + dt_bias.to(acc_dtype)
     if dt_softplus:
         step = F.softplus(step)
     share = x.shape[1] // max(B.shape[1], 1)
-    keys, queries = (t.to(wide).repeat_interleave(share, 1)[:, :, None] for t in (B, C))
-    new = (state.to(wide) * (step[..., None] * A.to(wide)).exp()
+    keys, queries = (t.to(acc_dtype).repeat_interleave(share, 1)[:, :, None] for t in (B, C))
+    new = (state.to(acc_dtype) * (step[..., None] * A.to(acc_dtype)).exp()
            + (step * inputs)[..., None] * keys)
     out = (new * queries).sum(-1)
     if D is not None:
-        out = out + D.to(wide) * inputs
+        out = out + D.to(acc_dtype) * inputs
     if z is not None:
-        out = out * F.silu(z.to(wide))
+        out = out * F.silu(z.to(acc_dtype))
     return out.to(x.dtype), new.to(state.dtype)
 
 
@@ -66,7 +66,7 @@ def inputs(
     """tied: dt, A, D and dt_bias are those of a head, expanded. slow: most of the state stays."""
     gen = torch.Generator("cpu").manual_seed(seed)
     own = 1 if tied else d
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
 
     def drawn(*shape: int, to: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
@@ -75,8 +75,8 @@ def inputs(
     step = drawn(b, h, own) if softplus else drawn(b, h, own).abs()
     step = step * 0.01 if slow else step
     return {
-        "state": drawn(b, h, d, n, to=wide if wide_state else dtype), "x": drawn(b, h, d),
-        "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=wide).expand(h, d, n),
+        "state": drawn(b, h, d, n, to=acc_dtype if wide_state else dtype), "x": drawn(b, h, d),
+        "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=acc_dtype).expand(h, d, n),
         "B": drawn(b, g, n), "C": drawn(b, g, n),
         "D": drawn(h, own).expand(h, d) if skip else None, "z": drawn(b, h, d) if gate else None,
         "dt_bias": drawn(h, own).expand(h, d) if bias else None, "dt_softplus": softplus}

@@ -208,9 +208,9 @@ class _Solver:
         span = union(dict(a.sizes)[name], dict(b.sizes)[name])
         if span is None:
             return None
-        theirs = {c[:2]: c for c in b.choices}
-        choices = tuple(Choice(*c[:2], max(c.workspace, theirs[c[:2]].workspace)) for c in a.choices
-                        if c[:2] in theirs)
+        choices_of_b = {c[:2]: c for c in b.choices}
+        choices = tuple(Choice(*c[:2], max(c.workspace, choices_of_b[c[:2]].workspace))
+                        for c in a.choices if c[:2] in choices_of_b)
         sizes = tuple((n, span if n == name else s) for n, s in a.sizes
                       # a derived one of any value
                       if n != name or span != Span() or n not in family.op.derived)

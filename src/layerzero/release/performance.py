@@ -197,8 +197,8 @@ def _print(words: Sequence[str]) -> None:
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
     """Time lz and torch in turns; return the median ratio with a bootstrap interval."""
     with torch.no_grad():
-        ours, torchs = make(device)
-        timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)
+        lz_call, torch_call = make(device)
+        timings = in_turns({"lz": lz_call, "torch": torch_call}, seconds, device)
     ratios = torch.tensor([t / o for o, t in zip(timings.rounds["lz"], timings.rounds["torch"])],
                           dtype=torch.float64)
     draws = torch.randint(len(ratios), (RESAMPLES, len(ratios)),

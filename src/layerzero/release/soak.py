@@ -330,29 +330,29 @@ class Probe:
         public = dispatcher_of("layer_norm").public
         self._wait: Callable[[], Any] = (torch.accelerator.synchronize if device != "cpu"
                                          else lambda: None)
-        self._ours: Callable[[], Any] = lambda: public(x, weight)
-        self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
+        self._lz: Callable[[], Any] = lambda: public(x, weight)
+        self._torch: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
 
     def sample(self, at: float, tally: Tally) -> SoakSample:
-        """The process now. Ours and torch's take turns."""
+        """Returns the state of the process. lz and torch are timed in turns."""
         gc.collect()
         rss, fds, threads = rss_bytes() / 2**20, open_files(), native_threads()
-        ours: list[float] = []
-        torchs: list[float] = []
+        lz_times: list[float] = []
+        torch_times: list[float] = []
         with torch.no_grad():
             for _ in range(PROBE_CALLS):       # what is made on first use is made now
-                self._ours()
-                self._torchs()
+                self._lz()
+                self._torch()
             for _ in range(PROBE_ROUNDS):
-                for call, times in ((self._ours, ours), (self._torchs, torchs)):
+                for call, times in ((self._lz, lz_times), (self._torch, torch_times)):
                     for _ in range(PROBE_CALLS):
                         start = time.perf_counter_ns()
                         call()
                         self._wait()
                         times.append((time.perf_counter_ns() - start) / 1e3)
-        ours.sort()
-        return SoakSample(at, rss, fds, threads, statistics.median(ours),
-                          ours[int(len(ours) * 0.99)], statistics.median(torchs),
+        lz_times.sort()
+        return SoakSample(at, rss, fds, threads, statistics.median(lz_times),
+                          lz_times[int(len(lz_times) * 0.99)], statistics.median(torch_times),
                           sum(tally.counts[kind] for kind in CALLS))
 
 

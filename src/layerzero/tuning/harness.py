@@ -239,10 +239,10 @@ class TimingSummary:
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Return the quantile of ordered values, interpolated between the two nearest."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    rank = share * (len(ordered) - 1)
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ def architecture(sm: int) -> str:
 
 def header_folders(source: Path) -> tuple[Path, ...]:
     """Returns where a file may include headers from: this folder, and those down to its own."""
-    rooms = (source.parent,) if source.is_absolute() else source.parents[-2::-1]
-    return (FOLDER, *(FOLDER / room for room in rooms))
+    folders = (source.parent,) if source.is_absolute() else source.parents[-2::-1]
+    return (FOLDER, *(FOLDER / folder for folder in folders))
 
 
 def cubin(source: str, macros: Macros, arch: str) -> bytes:

@@ -29,12 +29,12 @@ def encode(matrix: Tensor, rows: int, runs: int) -> bytes:
             f"of 16, and these are {row_bytes} bytes at {matrix.data_ptr():#x}, strides "
             f"{matrix.stride()}; copy the matrix first")
     memory = ctypes.create_string_buffer(SIZE + ALIGNMENT)
-    place = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+    address = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
     code = compiler.driver().cuTensorMapEncodeTiled(
-        c_void_p(place), UINT8, 3, c_void_p(matrix.data_ptr()),
+        c_void_p(address), UINT8, 3, c_void_p(matrix.data_ptr()),
         (c_uint64 * 3)(RUN, matrix.shape[0], row_bytes // RUN), (c_uint64 * 2)(row_bytes, RUN),
         (c_uint32 * 3)(RUN, rows, runs), (c_uint32 * 3)(1, 1, 1), INTERLEAVE_NONE, SWIZZLE_128B,
         PROMOTION_256B if runs > 1 else PROMOTION_128B, FILL_ZERO)
     if code:
         raise compiler.failure(code, f"describing a matrix of {tuple(matrix.shape)} for copies")
-    return ctypes.string_at(place, SIZE)
+    return ctypes.string_at(address, SIZE)

@@ -46,7 +46,7 @@ from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes
-from .inputs import Inputs, describe, inputs_obstacle
+from .inputs import Inputs, describe, why_no_inputs
 from .sizes import Caller
 
 # seconds to wait for another process that compiles the same
@@ -158,9 +158,9 @@ def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     """Was the kernel compiled here for such calls, and are there caches that may hold it?"""
     if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
         return False
-    ours = config.cache_dir()
-    folders = [ours / "cuda",
-               *(os.environ.get(variable) or ours / name for variable, name in CACHES.items())]
+    cache_folder = config.cache_dir()
+    folders = [cache_folder / "cuda", *(os.environ.get(variable) or cache_folder / name
+                                        for variable, name in CACHES.items())]
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
@@ -266,7 +266,7 @@ def request(
             full = len(_queue) >= MAX_QUEUED
             if full:
                 del _requested[warmed]         # it may be requested again
-        problem = f"{MAX_QUEUED} wait already" if full else inputs_obstacle(kernel, facts, values)
+        problem = f"{MAX_QUEUED} wait already" if full else why_no_inputs(kernel, facts, values)
         try:
             inputs = None if problem else describe(values, facts["grad"])
         # no memory for the copies: the caller must not see that

@@ -257,10 +257,10 @@ def statistics_of(samples: list[float]) -> Statistics:
     ordered = sorted(samples)
 
     def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
+        rank = share * (len(ordered) - 1)
+        low = int(rank)
         high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
     return Statistics(at(0.5), (at(0.9) - at(0.1)) / at(0.5), at(0.95), at(0.99))
 

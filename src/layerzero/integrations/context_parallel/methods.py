@@ -136,7 +136,7 @@ def _check_tensors(group: Any, *tensors: Tensors) -> tuple[Ranks, list[list[Tens
                                  if simulated else "the tensor of this rank")
                               + f", got {type(shards).__name__} of {len(shards)}")
         lists.append([shards] if isinstance(shards, Tensor) else list(shards))
-    for t in (t for one in lists for t in one):
+    for t in (t for tensors_of in lists for t in tensors_of):
         if t.dim() != 3 or t.shape[0] != lists[0][0].shape[0]:
             raise ConfigError("query, key and value must be (tokens, heads, dim) with the same "
                               f"number of tokens on every rank, got {tuple(t.shape)} beside "

@@ -80,9 +80,10 @@ class Sequences:
         Causality is in the choice of keys, and a diagonal only where the rank is the source
         itself."""
         def build() -> Items | None:
-            held = chunks_of(source, self.world_size, self.layout)
+            source_chunks = chunks_of(source, self.world_size, self.layout)
             queries = enumerate(chunks_of(rank, self.world_size, self.layout))
-            rows = [(self._starts(slot), sum(c <= chunk for c in held) if is_causal else len(held))
+            rows = [(self._starts(slot), sum(c <= chunk for c in source_chunks) if is_causal
+                     else len(source_chunks))
                     for slot, chunk in queries]
             rows = [row for row in rows if row[1]]
             if not rows:
@@ -97,9 +98,9 @@ class Sequences:
 
     def _make_items(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
         """`rows`: where a chunk of every sequence begins, and how many chunks it sees."""
-        place = {chunk: rank * tokens + self._starts(slot) for rank in range(self.world_size)
+        start_of = {chunk: rank * tokens + self._starts(slot) for rank in range(self.world_size)
                  for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))}
-        starts = torch.stack([place[chunk] for chunk in range(len(place))], 1)
+        starts = torch.stack([start_of[chunk] for chunk in range(len(start_of))], 1)
         nothing = torch.zeros_like(self._length)
         items = torch.cat([torch.stack((q, self._length, nothing, seen * self._length), 1)
                            for q, seen in rows])

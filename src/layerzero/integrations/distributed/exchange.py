@@ -89,7 +89,7 @@ class Exchange:
             # a second try of the round says what the first one said
             own = self._ask(lambda: self._store.compare_set(keys[self.rank], "", text).decode())
             self._wait(step, keys)
-            others = self._ask(lambda: [self._store.get(one).decode() for one in keys])
+            others = self._ask(lambda: [self._store.get(key).decode() for key in keys])
             self._posted[step] = [*others[:self.rank], own, *others[self.rank + 1:]]
         return self._posted[step]
 

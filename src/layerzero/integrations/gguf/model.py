@@ -196,9 +196,10 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float3
                           f"{activations!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"load_gguf takes dtype {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    place = torch.device(device)
-    hardware.probe(place.type, place.index or 0)       # raises where there is no such device
-    file, on_cpu = read_gguf_file(path), place.type == "cpu"
+    torch_device = torch.device(device)
+    # raises where there is no such device
+    hardware.probe(torch_device.type, torch_device.index or 0)
+    file, on_cpu = read_gguf_file(path), torch_device.type == "cpu"
     packs = on_cpu and activations != "none" and native_build.is_built() is True
     config, weights = read_model(file, dtype, ggml.FORMATS if packs else ())
     if not on_cpu:

@@ -126,7 +126,7 @@ class WeightCodes:
                        global_scale=next(moved))
 
 
-def obstacle(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
+def why_not_held(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
     """Returns why a weight with so many inputs cannot be held in the format, or ""."""
     name = wanted.stored_format(device, inputs)
     block = GGML_FORMATS[name].block if name in GGML_FORMATS else 1

@@ -155,8 +155,8 @@ def lengthen_context(by: int) -> Callable[[Any, Values], Values | None]:
         lens, table = v["context_lens"], v["block_table"]
         size = v["key_cache" if "key_cache" in v
                  else "ckv_cache"].shape[1 if v.get("kv_layout", "NHD") == "NHD" else 2]
-        room = (table >= 0).sum(1) * size
-        new = torch.minimum((lens + by).clamp(min=0), room.to(lens.dtype))
+        capacity = (table >= 0).sum(1) * size
+        new = torch.minimum((lens + by).clamp(min=0), capacity.to(lens.dtype))
         return {**v, "context_lens": new} if not torch.equal(new, lens) else None
 
     return apply

@@ -21,7 +21,7 @@
 #include "stream.h"
 
 struct alignas(16) Layer {
-    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
+    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down, *angles;
     u16 *keys, *values;
 #if CODES
     const u8 *qkv_scales, *out_scales, *into_scales, *down_scales;    // none of bf16
@@ -38,7 +38,7 @@ struct Params {
     u64* words;
     u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
     u64* stamps;
-    const TensorMap* maps;                         // MAPS of each layer: codes of qkv, out, into, down; keys, values
+    const TensorMap* maps;                         // MAPS of each layer: codes of qkv, out, gate_up, down; keys, values
     i64 room;                                      // tokens that the cache has room for
     u64 limit;                                     // nanoseconds
     i32 layer_count, vocab;
@@ -367,7 +367,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             work.cached(at, maps, over, p.room);
             if (over.splits > 1) take(work.first, MERGES);
             work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
-            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
             work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
 #endif
             if (*lost()) break;

@@ -50,9 +50,9 @@ def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor,
 
 
 def _model_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    upcast = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * upcast.to(x.dtype)
 
 
 def _model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
@@ -60,8 +60,8 @@ def _model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool)
     group = query.shape[1] // kv_heads
 
     def repeat_kv(t: Tensor) -> Tensor:
-        wide = t[:, :, None].expand(batch, kv_heads, group, seq, dim)
-        return wide.reshape(batch, kv_heads * group, seq, dim)
+        expanded = t[:, :, None].expand(batch, kv_heads, group, seq, dim)
+        return expanded.reshape(batch, kv_heads * group, seq, dim)
 
     key, value = repeat_kv(key), repeat_kv(value)
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)

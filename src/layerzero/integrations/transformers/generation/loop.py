@@ -86,10 +86,10 @@ class Generation:
 
         loops = {name: method(name) for name in set(GENERATION_MODES_MAPPING.values())
                  if hasattr(kind, name)}
-        ours: Any = type(kind)(kind.__name__, (kind,), {
+        twin_class: Any = type(kind)(kind.__name__, (kind,), {
             **loops, "_prefill": lambda twin, *args, **kwargs: self.prefill(*args, **kwargs),
             "__module__": kind.__module__, "__qualname__": kind.__qualname__})
-        twin = object.__new__(ours)
+        twin = object.__new__(twin_class)
         object.__setattr__(twin, "__dict__", vars(model))
         return twin
 
@@ -249,10 +249,10 @@ class _Loop:
         self.tail.start(self.plan, 0, None, seen)
         self.tail(logits)
 
-    def _uncaptured_tail(self, room: int) -> Tail:
+    def _uncaptured_tail(self, capacity: int) -> Tail:
         """Make a tail for steps that are not captured."""
         step_input = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
-        return Tail(self.plan, step_input, self.vocab, room, self.step.step(self.batch).bind,
+        return Tail(self.plan, step_input, self.vocab, capacity, self.step.step(self.batch).bind,
                     device_kernels() if self.cuda else None)
 
     def _enter_graph(self, before: Tail) -> None:
@@ -298,7 +298,8 @@ class _Loop:
 
         length = self.length + max(0, self.issued - 1)
         fixed = self.step._captured.hold(step, self.cache, length, self.shift,
-                                         room=graphs.WARM_UPS + 2, wanted=wanted, capture=capture)
+                                         new_tokens=graphs.WARM_UPS + 2, wanted=wanted,
+                                         capture=capture)
         tail: Tail = fixed.loops[key]
         fixed.go_to(length)
         self.fixed, self.once = fixed, fixed.step_then(key, tail)
@@ -323,8 +324,8 @@ class _Loop:
                 self._set_cache_length(length)  # what it had written is written again
                 self.once = self.fixed = None
         ids = self.tail.step_input
-        place = torch.full_like(ids, length + self.shift)
-        out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=place,
+        position = torch.full_like(ids, length + self.shift)
+        out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=position,
                          use_cache=True, return_dict=True)
         self.tail(out.logits[:, -1])
         self._copy_to_host()

@@ -184,9 +184,9 @@ def paged_attention_shared(
     cfg = cascade_config(dim, compiler.machine_of(query.device))
     strides = key_cache.stride(slot), value_cache.stride(slot)
     macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page), ("PLANNERS", PLANNERS))
-    room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
+    capacity = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
-                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room)
+                                            cascade_shared_bytes(dim, cfg), 16 + 88 * capacity)
     out, log_sums = _results(query, return_lse)
     # Each sequence has two places: what it shares, and its own.
     units = cfg.splits // kv_heads + 1 + 2 * count

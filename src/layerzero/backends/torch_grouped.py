@@ -104,7 +104,8 @@ def separate(
 # one flash call
 
 def _flash() -> Callable[..., Any]:
-    """aten's flash attention: the output, and the log-sum-exp (tokens, heads) if it is wanted."""
+    """Calls aten's flash attention; returns the output, and the log-sum-exp (tokens, heads) if it
+    is wanted."""
     entry = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,

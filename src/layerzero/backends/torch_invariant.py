@@ -101,8 +101,8 @@ def _attention() -> Callable[..., Any]:
 
 
 def _attention_wide() -> Callable[..., Any]:
-    """torch's flash attention of a CPU in float32: in half types it packs keys or not, depending on
-    how many heads there are for a thread."""
+    """Runs torch's flash attention of a CPU in float32: in half types it packs keys or not,
+    depending on how many heads there are for a thread."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,

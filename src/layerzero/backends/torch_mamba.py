@@ -133,7 +133,7 @@ KERNELS = (
            workspace="8 * batch * heads * head_dim * state_dim"),
     Kernel("torch.mamba_chunk_scan", mamba_chunk_scan, _scan, prior=4.0, overhead_us=150.0,
            baseline=True, workspace="16 * batch * seq * heads * (64 + head_dim + state_dim)",
-           # cuBLAS adds up so many products in float32 one by one: ten times the eager error
+           # cuBLAS adds up this many products in float32 one by one: ten times the eager error
            requires=(r.at_least("seq", 1, Code.EMPTY_INPUT),
                      r.when(r.device("cuda"), r.at_most("state_dim", 1024)))),
 )

@@ -59,7 +59,8 @@ def _grouped_loop() -> Callable[..., Any]:
 
 
 def _grouped_mm() -> Callable[..., Any]:
-    """One call for all groups. It leaves rows past the last group unset; they are zeroed here."""
+    """Multiplies all groups in one call, which leaves rows past the last group unset; these are
+    zeroed here."""
     product = torch._grouped_mm
 
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,

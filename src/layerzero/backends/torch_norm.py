@@ -64,7 +64,8 @@ def _group_norm() -> Direct:
 
 
 def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
-    """torch takes weight and bias in the input's dtype; half types on the CPU, float32 too."""
+    """Returns the rules for dtypes of weight and bias: torch takes that of the input, and float32
+    too for half types on the CPU."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
     rules: list[r.Condition] = []
     for name in ("weight", "bias"):

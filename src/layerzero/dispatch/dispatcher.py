@@ -446,7 +446,7 @@ def _after_fork() -> None:
 
 
 def _install_if_behind(world: World) -> None:
-    """The fork may have come between two dispatchers taking over a new world."""
+    """Installs the world in dispatchers that lack it: a fork may come while they take it over."""
     if any(d.world is not None and d.world is not world for d in list(dispatchers.values())):
         _install(world)
 

@@ -181,7 +181,7 @@ def _top_left(op: Any, v: Values) -> Results | None:
 
 
 def _packed_keys(op: Any, v: Values) -> Values | None:
-    """Each item's keys taken for packed one after another, as cu_seqlens would say."""
+    """Takes the items' keys for packed one after another, as cu_seqlens would say."""
     items = v["items"].clone()
     items[:, 2] = items[:, 3].cumsum(0) - items[:, 3]
     outside = v["chunk_starts"] is not None or (items.numel() and bool(

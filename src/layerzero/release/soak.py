@@ -207,7 +207,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
          forks: bool = True, report: SoakReport | None = None, out: Path | None = None,
          ops: tuple[str, ...] = (), seed: int = 0, say: Callable[[SoakSample, Tally], None]
          | None = None) -> SoakReport:
-    """Run for so many seconds more and return the report with this part added.
+    """Run for `seconds` more and return the report with this part added.
 
     `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part
     early; the report then says so, and `out` holds it.

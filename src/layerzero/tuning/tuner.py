@@ -244,7 +244,7 @@ class Tuner:
         return self.seconds_left <= 0
 
     def tune(self, job: Job, left: int = 1) -> Tuned | Skipped:
-        """Time one call, of so many that are left: a large one must not take the time of all."""
+        """Time one call, with `left` calls to go: a large one must not take the time of all."""
         self._ensure_rates(job.device)
         deadline = (None if self.deadline is None else time.perf_counter()
                     + self.seconds_left * min(1.0, SHARES / left))

@@ -24,8 +24,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _eager(function: Function) -> Function:
-    """A compiled model leaves its graph for the exchanges. torch.compiler.disable alone would do
-    that, and import the compiler for everyone."""
+    """Lets a compiled model leave its graph for the exchanges. torch.compiler.disable alone would
+    do that, and import the compiler for everyone."""
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -228,7 +228,7 @@ def compare_texts(model: GGUFModel, peer: LlamaCpp, positions: int) -> Agreement
 
 
 def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
-    """Decode so many tokens with the peer, and follow it token by token."""
+    """Decode `count` tokens with the peer, and follow it token by token."""
     prompt = model.tokenize(TEXTS[0], special=True)
     answer = peer.ask(prompt, count, TOP)
     kv, run = SequenceKV(model.config, len(prompt) + count), model.decoder(
@@ -242,10 +242,10 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
          rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = ()) -> Iterator[Speed]:
-    """Yield prompt and decode speeds, in turns, on so many threads; prompts begin as `text`."""
+    """Yield prompt and decode speeds, in turns, on `threads` threads; prompts begin as `text`."""
     clock = time.process_time if peer.times_cpu else time.perf_counter
     text = text or model.tokenize(" ".join(TEXTS) * 8)
-    model = replace(model, stops=frozenset())  # neither ends before so many tokens
+    model = replace(model, stops=frozenset())  # neither ends before `count` tokens
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,8 +1,8 @@
 """Runs llama.cpp for llama_cpp.py, in a Python of its own: a request per line of stdin, an answer
 per line of stdout, both JSON. It imports nothing of this package.
 
-A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (so many of the
-likeliest ids with their log probabilities for each of them); the answer `tokens`, `top`,
+A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (how many of the
+most likely ids to list with their log probabilities for each); the answer `tokens`, `top`,
 `prompt_rate`, `decode_rate` (tokens per second; of CPU time, if the request says `cpu_time`) and
 `rss` (bytes). One with `stages` (names of
 values of llama.cpp's graph) is answered with the last row of each, "attn_norm-0" and so on.

@@ -147,7 +147,7 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
           skip: Iterable[str] = ()) -> tuple[PatchReport, Changes]:
-    """lz.patch, all or nothing, and what it changed, to be undone."""
+    """Patches all or nothing; returns the report and the changes, which can be undone."""
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()

@@ -277,7 +277,7 @@ def quantized_class(stock: type) -> type:
                           f"{vars(self)[CODES].codes.format} codes: lz.unaccelerate(model) first")
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """A copy or a pickle is that of the layer as it was."""
+        """Lets a copy or a pickle be that of the layer before it was quantized."""
         check_not_dropped(self, "a copy or a pickle of it")
         held, state = vars(self)[CODES], dict(vars(self))
         del state[CODES]

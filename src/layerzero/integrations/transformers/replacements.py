@@ -268,7 +268,8 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
-    """The eager attention among the forward's globals, as lz computes it; nothing if it stays."""
+    """Returns lz's function for the eager attention among the forward's globals, by name; {} if the
+    model's own stays."""
     if not recipe.eager:
         return {}
     from .attention import matches_eager  # imports transformers, which is there by now

@@ -82,7 +82,7 @@ class Trial:
     is the model itself or a part that gets its tokens embedded."""
 
     def __init__(self, model: Any, decoder: Any, report: Acceleration, apart: bool = False) -> None:
-        """`apart`: the weights will be replaced by codes; the stock model keeps them meanwhile."""
+        """Compares with the stock model. `apart`: it keeps the weights that codes will replace."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
         config = getattr(decoder, "config", None)

@@ -244,7 +244,7 @@ def as_bytes(*fields: Tensor) -> Tensor:
 
 
 def divided(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
+    """Returns x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
     return x / x.new_tensor(by)
 
 

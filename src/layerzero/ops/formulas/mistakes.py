@@ -196,7 +196,7 @@ NORM = (
 
 
 def eps_outside_sqrt(v: Values, out: tuple[Any, ...]) -> Any:
-    """x / (rms + eps) instead of x / sqrt(rms^2 + eps)."""
+    """Computes x / (rms + eps) instead of x / sqrt(rms^2 + eps)."""
     h = v["x"] + v["residual"] if "residual" in v else v["x"]
     mean = h.square().mean(-1, keepdim=True)
     return (out[0] * torch.sqrt(mean + v["eps"]) / (mean.sqrt() + v["eps"]), *out[1:])

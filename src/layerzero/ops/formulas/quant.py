@@ -73,14 +73,14 @@ FORMATS = {f.name: f for f in (
 # Packing of four-bit codes.
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 (..., n) -> bytes (..., ceil(n / 2))."""
+    """Packs uint8 codes 0..15 (..., n) into bytes (..., ceil(n / 2))."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
-    """bytes (..., ceil(size / 2)) -> uint8 codes (..., size)."""
+    """Unpacks bytes (..., ceil(size / 2)) into uint8 codes (..., size)."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :size]
 
 

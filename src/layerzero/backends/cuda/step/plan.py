@@ -76,7 +76,7 @@ class Config(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A cut of the rows of a weight: so many whole rows, or one row in slices."""
+    """A tile of a weight: some whole rows, or one row in slices."""
 
     rows: int
     slices: int
@@ -225,7 +225,8 @@ def stage_bytes(shape: Shape, cfg: Config) -> int:
 
 
 def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
-    """Every block has a share of gate and up: it is on this that words are written again safely."""
+    """Returns the number of blocks. Each has a share of gate and up, without which a word could be
+    overwritten before every block has read it."""
     pairs = BOX_ROWS if tiled(shape, cfg) else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
@@ -405,8 +406,8 @@ class PersistentStep:
 
 def _tensor_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
                  sizes: Sequence[int]) -> Tensor:
-    """Returns the descriptions that a layer has: of the codes of qkv, out, gate_up and down, and of
-    the keys and values in its cache."""
+    """Returns the tensor maps of each layer: of the codes of qkv, out, gate_up and down, and of the
+    keys and values in its cache."""
     maps, tokens = [], cached_tokens(shape.dim, cfg.tile)
     codes = tiled(shape, cfg)
     runs = [code_blocks(k, code_slices(k, shape, cfg), codes) * BLOCK // code_run(codes)

@@ -158,7 +158,7 @@ def _code(function: Any) -> FunctionCode:
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
-    """`x.name`, `name`, `name=`, and "name" as getattr takes it."""
+    """Returns the names that code uses: `x.name`, `name`, `name=`, and "name" as of getattr."""
     name = getattr(node, {ast.Attribute: "attr", ast.Name: "id", ast.keyword: "arg",
                            ast.Constant: "value"}.get(
         type(node), ""), None)

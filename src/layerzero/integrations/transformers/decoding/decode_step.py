@@ -345,8 +345,8 @@ class DecodeStep(ChosenKernels):
         return run
 
     def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
-        """Returns the kernel of a layer for so many keys in a growing cache; the mask shows some of
-        them to all heads, or is a bias for each head."""
+        """Returns the kernel of a layer for `length` keys in a growing cache; the mask shows some
+        of them to all heads, or is a bias for each head."""
         bound = self.layers[layer]
         key = (bound.heads, bound.kv_heads, bound.head_dim, bound.scale, bound.softcap, masked,
                biased, bound.sinks is None)

@@ -122,7 +122,7 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
 
 
 def _one_token(parts: Experts, x: Tensor, bind: Binder) -> Run:
-    """One token on the host: only the weights of the chosen experts are read."""
+    """Binds the experts for one token on the host: only the weights of the chosen ones are read."""
     gate_up, down = parts.gate_up.unbind(0), parts.down.unbind(0)
     row = x.view(1, -1)
     expert = bind("experts", "mlp", row, gate_up[0], down[0], activation=parts.activation)

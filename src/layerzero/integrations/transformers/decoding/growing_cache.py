@@ -33,7 +33,7 @@ class _Growing:
         super().__init__(*args)
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
-        self.repeated = 1, 0                   # so many rows begin with the same so many tokens
+        self.repeated = 1, 0                   # (copies, tokens): each group of rows begins alike
         self.start = 0                         # the place of the first token in `keys`
         self.end = 0                           # the place after what was last written
 

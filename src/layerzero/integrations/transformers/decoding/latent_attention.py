@@ -37,7 +37,8 @@ class LatentKV:
         raise NotImplementedError("latent attention has no keys and values of its heads")
 
     def keep(self, layer: int, state: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, 1, 1, rank) and (batch, 1, 1, rope_dim): written, and all states and keys."""
+        """Writes the token's state (batch, 1, 1, rank) and key (batch, 1, 1, rope_dim); returns all
+        states and keys."""
         cache, position = self._layers[layer], self._positions[layer]
         cache.write(position, state, key)
         states, keys = cache.view(0, position + 1)
@@ -54,7 +55,8 @@ class LatentKV:
 
 def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
           norm: Callable[[str, Norm, Tensor], Run]) -> Callable[..., Tensor]:
-    """layer, product of the two down projections, kv -> attention (batch, 1, heads * value_dim)."""
+    """Binds latent attention. The result takes the layer's number, the product of the two down
+    projections and the cache, and returns (batch, 1, heads * value_dim)."""
     latent, batch, heads = p.latent, len(x), p.heads
     assert latent is not None
     down, rank, rope = latent.query_down.shape[0], latent.rank, latent.rope_dim

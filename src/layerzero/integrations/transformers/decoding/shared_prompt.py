@@ -23,7 +23,7 @@ from .growing_cache import MIN_CAPACITY, GrowingLayer, keeps_groups
 
 SHARED = "prompts computed once for several rows"
 MIN_PROMPT_TOKENS = 64     # tokens from which one read for all rows is faster than a read for each
-# what a call of the model may have for each row, and it is known how to take every so many rows
+# arguments of the model that have a row for each row of the batch, of which every n-th is taken
 BY_ROW = ("attention_mask", "position_ids")
 KERNEL = "native.grouped_attention"
 
@@ -69,7 +69,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
             to.copy_(t)
 
     def _own_tokens(self) -> list[Tensor]:
-        """(rows, own, heads, dim)"""
+        """Returns the keys and values after the prompt, (rows, own, heads, dim)."""
         first = self.prompts * self.prompt
         return [t[first:].unflatten(0, (self.rows, self.capacity))[:, :self.own]
                 for t in self.buffers]
@@ -84,7 +84,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
             to[:, -more:] = t
 
     def set_end(self, end: int) -> None:
-        """Let it hold so many tokens."""
+        """Let it hold `end` tokens."""
         self.own = end - self.prompt
 
     def items(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,6 +244,6 @@ def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config
 
 
 def _is_repeated(t: Tensor, copies: int) -> bool:
-    """Are so many rows after each other the same?"""
+    """Are the rows alike in groups of `copies`, one after the other?"""
     each = t.unflatten(0, (-1, copies))
     return bool((each == each[:, :1]).all())

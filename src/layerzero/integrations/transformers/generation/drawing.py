@@ -197,7 +197,7 @@ class Tail:
             self._filters[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
-        """Returns how many rows of the log are written after so many tokens in all."""
+        """Returns how many rows of the log are written after `issued` tokens in all."""
         return issued - self.before
 
     def __call__(self, logits: Tensor) -> None:

@@ -38,7 +38,7 @@ from .drawing import Tail, plan_draw, seen_tokens
 
 # steps that are enqueued beyond the one whose token is looked at; without a device none runs ahead
 AHEAD, AHEAD_ON_HOST = 3, 0
-MAX_CAPACITY = 2048        # tokens that the first buffers have room for, where so many may come
+MAX_CAPACITY = 2048        # tokens that the first buffers have room for at most
 # arguments of the model that the loop makes itself, or that only the prompt needs
 SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
                     "logits_to_keep", "inputs_embeds", "cache_position"}
@@ -378,7 +378,8 @@ class _Loop:
             self.streamer.put(tokens)
 
     def _resume_by_kernels(self) -> None:
-        """The persistent step gave up: the graph of kernels goes on after the last token seen."""
+        """Goes on with the graph of kernels after the last token seen: the persistent step gave
+        up."""
         assert self.tail is not None and self.fixed is not None
         persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()

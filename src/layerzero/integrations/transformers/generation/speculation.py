@@ -183,7 +183,8 @@ class Draft:
         return (torch.cat(proposed) if proposed else ids[:0]), None
 
     def accept(self, length: int) -> None:
-        """The text now has so many tokens, of which the last may be new to the draft."""
+        """Crops the draft's cache to a text of `length` tokens, the last of which may be new to
+        it."""
         over = self._cache.get_seq_length() - (length - 1)
         if over > 0:
             self._cache.crop(-over)
@@ -339,7 +340,7 @@ class Speculation:
     @staticmethod
     def _process_logits(ids: Tensor, drafted: Tensor, tree: Tensor | None, logits: Tensor,
                         processors: Any) -> Tensor:
-        """Each row after the tokens that come before it."""
+        """Processes the logits of each row after the tokens that come before it."""
         above = list(range(-1, len(logits) - 1)) if tree is None else tree.tolist()
         scores, texts = [], [ids]
         for i, row in enumerate(logits.float()):

@@ -73,11 +73,10 @@ def _append_kernel(
 
 def append(scores: Tensor, eos: Tensor, pad: Tensor | None, unfinished: Tensor, count: Tensor,
            row: Tensor, log: Tensor, step_input: Tensor) -> None:
-    """The likeliest token of scores (batch, vocab), or the tokens that they are (batch,), to row
-    `row` of the log and to `step_input`; then one more is counted.
+    """Writes the most likely token of scores (batch, vocab), or given tokens (batch,), to row `row`
+    of the log and to `step_input`, and increments `row`.
 
-    pad takes the place of the tokens of rows that are no longer unfinished, which one of `eos`
-    ends.
+    Rows that are finished get `pad`; a token of `eos` finishes a row.
     """
     batch, tokens, best, pieces, vocab = len(step_input), scores, scores, 0, 0
     if scores.dim() == 2:

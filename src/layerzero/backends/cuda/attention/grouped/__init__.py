@@ -61,7 +61,7 @@ def cascade_shared_bytes(dim: int, cfg: Config) -> int:
 GROUPED = {64: (Config(8, 4, 6, 128), Config(4, 4, 4, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 4, 32)),
            256: (Config(8, 1, 3, 64), Config(4, 1, 3, 32))}
-# grouped_wgmma.cu on Hopper: by head dim, for up to so many rows the fastest on an H200. With fewer
+# grouped_wgmma.cu on Hopper: by head dim, (most rows, config), the fastest on an H200. With fewer
 # rows than that grouped.cu is taken.
 WGMMA = {128: ((64, Config(8, 2, 2, 128, weight=256, wgmma=True)),
                (128, Config(8, 4, 2, 128, wgmma=True)),
@@ -100,7 +100,7 @@ def cascade_config(dim: int, machine: compiler.Machine) -> Config:
 
 def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
             cfg: Config) -> compiler.Macros:
-    """`tokens`: token strides of key and value."""
+    """Returns the macros of a kernel. `tokens`: token strides of key and value."""
     return (("BF16", int(query.dtype == torch.bfloat16)), ("DIM", query.shape[2]),
             ("GROUP", group), ("WARPS", cfg.warps), ("COLS", cfg.cols), ("STAGES", cfg.stages),
             ("STEP", cfg.step), ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]),

@@ -33,7 +33,7 @@ from ..growing_cache import MIN_CAPACITY
 from . import persistent
 
 MAX_DIM, MAX_GROUP = 256, 16                   # of heads, for the kernels of triton_step.py
-PAGE = 64                  # the buffers are read as pages of so many tokens
+PAGE = 64                  # tokens of a page, as which the buffers are read
 COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
 MAX_CACHES = 4             # in use at the same time; more are served without a graph
 
@@ -170,7 +170,7 @@ class FixedBuffers:
         return self._step_input
 
     def go_to(self, length: int) -> None:
-        """Let the next token be the one after so many others."""
+        """Let the next token be the one after `length` others."""
         if self.length != length:
             self._state.fill_(length + 1)
             self._position.fill_(length)
@@ -235,8 +235,8 @@ class FixedBuffers:
 
 def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
         [Tensor, Tensor], Tensor]:
-    """torch's attention of queries (batch, heads, tokens, dim) over all that there is room for in
-    (batch, size, kv_heads, dim); what is beyond the lengths (batch, tokens) is hidden."""
+    """Returns torch's attention of queries (batch, heads, tokens, dim) over whole buffers (batch,
+    size, kv_heads, dim), of which all beyond the lengths (batch, tokens) is masked."""
     bound = step.layers[layer]
     step.bind.kernels["attention, captured"] = "torch.sdpa over all of the buffer"
     positions = torch.arange(keys.shape[1], device=keys.device)
@@ -340,7 +340,7 @@ class CapturedSteps:
 
 def _capture(fixed: FixedBuffers, capture: Callable[[FixedBuffers, int], None] | None,
              length: int) -> None:
-    """Captures the step after so many tokens, 0 where the buffers hold nothing that is needed."""
+    """Captures the step after `length` tokens, 0 where the buffers hold nothing needed."""
     with torch.inference_mode(False), torch.no_grad():
         if capture is not None:
             capture(fixed, length)

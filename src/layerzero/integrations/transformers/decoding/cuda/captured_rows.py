@@ -19,7 +19,7 @@ from .captured import CapturedSteps, FixedBuffers, Uncapturable, whole_buffers
 
 
 class FixedRows:
-    """A graph of so many rows over the buffers of one cache. A `StepKV` for the decode step."""
+    """A graph of `step.batch` rows over the buffers of one cache, and their `StepKV`."""
 
     def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: FixedBuffers) -> None:
         self.step, self.parts, self.buffers = step, parts, buffers
@@ -65,7 +65,7 @@ class FixedRows:
         torch.add(self._order, length + 1, out=self._lengths)
 
     def capture(self, length: int) -> None:
-        """The warm-up writes to the places after so many tokens, where nothing is yet."""
+        """Capture the graph. The warm-up writes after `length` tokens, where nothing is yet."""
         if not self._step_input.is_cuda:
             return
         self._set_position(length)
@@ -94,7 +94,8 @@ class CapturedRows:
 
     def __call__(self, single_step: DecodeStep, step: DecodeStep, tokens: Tensor, cache: Any,
                  length: int) -> Tensor:
-        """`single_step` is the step of a single token, in whose buffers the cache is."""
+        """Returns the logits of the tokens. `single_step` is the step of one token, in whose
+        buffers the cache is."""
         buffers = self._captured.hold(single_step, cache, length, new_tokens=step.batch)
         rows = self._fixed.get((id(buffers), step.batch))
         if rows is None or rows.step is not step or rows.buffers is not buffers:

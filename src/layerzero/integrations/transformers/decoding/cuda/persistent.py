@@ -250,13 +250,13 @@ def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input:
 
 
 def _place(state: Tensor, length: int) -> None:
-    """Let the next token be the one after so many others."""
+    """Let the next token be the one after `length` others."""
     state.fill_(length + 1)
     state[:1].fill_(length)
 
 
 def report_timeout(step: DecodeStep) -> None:
-    """A launch gave up: the graph of kernels serves from here on."""
+    """Reports a launch that gave up; the graph of kernels serves this step from here on."""
     _lost.add(step)
     events.emit(Fallback("decode step", NAME, "a graph of kernels",
                          Reason(Code.KERNEL_TIMEOUT, f"{plan.LIMIT_S} s")))

@@ -139,7 +139,7 @@ def run_isolated(
 
 
 def write_calls(path: Path, calls: Iterable[Call]) -> None:
-    """One call a line.
+    """Writes one call a line.
 
     Args:
         path (Path)

@@ -156,7 +156,7 @@ class Op:
     gradient_cases: tuple[Mapping[str, Any], ...] = ()
     # sizes at which dropped weights show
     dropout_case: Mapping[str, Any] = field(default_factory=dict)
-    mistakes: tuple[Mistake, ...] = ()   # mistakes that a kernel could make
+    mistakes: tuple[Mistake, ...] = ()         # that a kernel could make: verification names them
     # fields of reference.<name>: its workspace, say
     reference_kernel: Mapping[str, Any] = field(default_factory=dict)
     # torch.nn.attention.sdpa_kernel says which kernels may serve it

@@ -30,9 +30,9 @@ from .formulas.common import FLOATS
 
 def reference(gate: Tensor, up: Tensor, gain: float = 1.0) -> Tensor:
     """gain * softsign(gate) * up, elementwise."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    a = gate.to(wide)
-    return (gain * a / (1 + a.abs()) * up.to(wide)).to(gate.dtype)
+    acc_dtype = torch.promote_types(gate.dtype, torch.float32)
+    a = gate.to(acc_dtype)
+    return (gain * a / (1 + a.abs()) * up.to(acc_dtype)).to(gate.dtype)
 
 
 def meta(gate: Tensor, up: Tensor, gain: float = 1.0) -> Tensor:

@@ -103,8 +103,8 @@ class Session:
         own = {"stale": world.epoch != self.epoch, "met": met,
                "calls": None if calls is None else [[u.op, u.facts[0]] for u in calls]}
         messages = [json.loads(text) for text in self.exchange.gather("kinds", json.dumps(own))]
-        met = (Unit(op, [facts]) for message in messages for op, facts in message["met"])
-        new = {unit.id: unit for unit in met}
+        units = (Unit(op, [facts]) for message in messages for op, facts in message["met"])
+        new = {unit.id: unit for unit in units}
         problem = self._add_calls([message["calls"] for message in messages], new)
         stale = any(message["stale"] for message in messages)
         asked = {**(self.units if stale else {}), **new}

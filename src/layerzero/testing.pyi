@@ -139,7 +139,7 @@ def run_isolated(
 
 
 def write_calls(path: Path, calls: Iterable[Call]) -> None:
-    """Writes one call a line.
+    """One call a line.
 
     Args:
         path (Path)

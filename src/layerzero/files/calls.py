@@ -18,7 +18,7 @@ Calls = Union[Iterable[Call], str, "os.PathLike[str]"]
 
 
 def write_calls(path: Path, calls: Iterable[Call]) -> None:
-    """Writes one call a line."""
+    """One call a line."""
     replace_output(path, "".join(json.dumps(call.to_json()) + "\n" for call in calls))
 
 

@@ -56,7 +56,8 @@ class SequenceKV:
                 buffers[layer] = old.new_empty((old.shape[0], size, *old.shape[2:]))
                 buffers[layer][:, :self.length] = old[:, :self.length]
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor:
         end = self.length + q.shape[1]
         self.reserve(layer, end)
         tensors = []
@@ -67,7 +68,7 @@ class SequenceKV:
             else:
                 buffer[:, self.length:end] = new
                 tensors.append(buffer[:, :end].to(q.dtype))
-        out: Tensor = do("attention", query=q, key=tensors[0], value=tensors[1], is_causal=True,
-                         causal_align="bottom_right", layout="bshd",
-                         **self.config.attention_options(layer))
+        out: Tensor = call_op("attention", query=q, key=tensors[0], value=tensors[1],
+                              is_causal=True, causal_align="bottom_right", layout="bshd",
+                              **self.config.attention_options(layer))
         return out

@@ -117,8 +117,8 @@ def inputs(
     def strided(t: Tensor) -> Tensor:
         if not stride:
             return t
-        padded = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
-        return (padded[..., ::2] if stride == "sparse" else padded[..., :t.shape[-1]]).copy_(t)
+        spread = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
+        return (spread[..., ::2] if stride == "sparse" else spread[..., :t.shape[-1]]).copy_(t)
 
     def cache(dim: int) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)

@@ -72,7 +72,7 @@ class TextGeneration:
                         and not self.temperature):
                     token = token_step.greedy_token
                 else:
-                    tokens = run.do("sample", logits=logits, temperature=self.temperature,
+                    tokens = run.call_op("sample", logits=logits, temperature=self.temperature,
                                     top_k=self.top_k, top_p=self.top_p, seed=self.seed,
                                     offset=step)[:, None]
                     token = int(tokens)
@@ -81,7 +81,7 @@ class TextGeneration:
                 self.decode_seconds, self._decoded = self.decode_seconds + now - start, step
             else:
                 self.prompt_seconds = now - start
-            run.do = phases["decode"]
+            run.call_op = phases["decode"]
             self.kernels = {name: dict(caller.counts) for name, caller in phases.items()
                             if isinstance(caller, LzCaller)}
             if token in model.stops:

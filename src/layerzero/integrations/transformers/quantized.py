@@ -160,12 +160,13 @@ class QuantizedLayers:
             raise
 
     def _quantize(self, group: list[Any], conv: tuple[type, ...], shared: Counter[int]) -> None:
-        turned = [isinstance(m, conv) for m in group]
-        weights = [m.weight.detach().t() if t else m.weight.detach() for m, t in zip(group, turned)]
+        transposed_layers = [isinstance(m, conv) for m in group]
+        weights = [m.weight.detach().t() if transposed else m.weight.detach()
+                   for m, transposed in zip(group, transposed_layers)]
         whole = encode(weights[0].contiguous() if len(group) == 1 else torch.cat(weights),
                        self.config)
         first = 0
-        for module, weight, transposed in zip(group, weights, turned):
+        for module, weight, transposed in zip(group, weights, transposed_layers):
             codes = whole.rows(first, first + len(weight))
             first += len(weight)
             own = shared[id(module.weight)] == 1

@@ -169,7 +169,7 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
     second = recipe.names[1] if len(recipe.names) == 3 else ""
     first_type, last_type, second_type = recipe.types[0], recipe.types[-1], recipe.types[
         len(recipe.types) // 2]
-    turned = recipe.transposed[0]
+    transposed = recipe.transposed[0]
     compiling = torch.compiler.is_compiling
 
     @functools.wraps(stock)
@@ -186,7 +186,7 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
         if (not x.dtype == weight_in.dtype == weight_down.dtype
             or (second and weight_up.dtype != x.dtype)):
             return stock(self, x)
-        if turned:
+        if transposed:
             weight_in, weight_down = weight_in.t(), weight_down.t()
             weight_up = weight_up.t() if second else None
         return mlp(x, weight_in, weight_down, activation, weight_up=weight_up, bias_in=gate.bias,

@@ -271,10 +271,10 @@ def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
-    wide = max(tile, CODE_ROWS * shape.hidden)
+    largest_tile = max(tile, CODE_ROWS * shape.hidden)
     by_tensor_cores = [Config(4, stages, stages, tile=size, first_polls=4, later_polls=4,
                               tensor_cores=True)
-                       for stages, size in ((12, wide), (8, wide), (12, tile), (8, tile))]
+                       for size in (largest_tile, tile) for stages in (12, 8)]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
                for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows, by_tensor_cores])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]

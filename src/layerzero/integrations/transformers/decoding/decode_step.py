@@ -154,7 +154,7 @@ class DecodeStep(ChosenKernels):
             parts.head.module.bias)
         if (self.fast is not None and self._head is not None and parts.head is not None
                 and codes_of(parts.head.module) is None):
-            self._head = self.fast.wide(self._head, self.bind.kernels["head"],
+            self._head = self.fast.in_float32(self._head, self.bind.kernels["head"],
                                         parts.head.module.weight, parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
         self.token = self._compiled_token()

@@ -17,7 +17,7 @@ from .decode_step import DecodeStep
 class HostKV:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
     where all are; `angles` are those of the token, `bias` is added to the scores. Where the
-    compiled kernels can do it they turn, keep and attend in one call."""
+    compiled kernels can do it they rotate, store and attend in one call."""
 
     compiled = True                            # where there is a kernel, it writes to the cache
 
@@ -31,7 +31,7 @@ class HostKV:
         plain = bias is None and query_scale is None and all(mask is None for mask in masks)
         self._query_scale = query_scale
         self._token = step.token if plain and self.compiled else None
-        self.angles = angles if self._token is None else None      # for the step to turn by
+        self.angles = angles if self._token is None else None      # for the step to rotate by
         self._own_angles = angles or ((step._like, step._like),)   # of no angles nothing is read
         self._masks: list[tuple[Tensor, ...]] = []
         if self._token is None:

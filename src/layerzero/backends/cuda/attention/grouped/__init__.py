@@ -81,8 +81,8 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     large, small = GROUPED[dim]
     cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
     if machine.sm == 90 and items * rows >= WGMMA_ROWS:
-        wide = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
-        cfg = wide if grouped_shared_bytes(dim, wide) <= machine.shared else cfg
+        wgmma_cfg = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
+        cfg = wgmma_cfg if grouped_shared_bytes(dim, wgmma_cfg) <= machine.shared else cfg
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
     return cfg._replace(splits=max(splits, 1))

@@ -23,7 +23,7 @@ from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "gate", "rotate_and_store", "wide"]
+__all__ = ["attend", "gate", "in_float32", "rotate_and_store"]
 Run = Callable[..., Any]
 
 
@@ -113,9 +113,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
     return out
 
 
-def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
-    """Returns the product that `run` is, without rounding its float32 sums, where it is of our
-    kernel for few rows: logits decide by less than half precision has."""
+def in_float32(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
+    """Returns the product `run` with a float32 result, if it is our kernel for few rows: logits may
+    differ by less than a half type resolves."""
     if not kernel.startswith("triton.linear_gemv"):
         return run
     return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

@@ -140,7 +140,7 @@ def _attention_packed() -> Callable[..., Any]:
                                   window_right=window_right) for q, k, v in parts], 2)
         starts = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=query.device)
                   for n in (seq_q, seq_k)]
-        # for one query it would fold heads into rows, and split: it is told of two at least
+        # at least two queries, or flash attention would fold heads into rows and split the keys
         out: Tensor = flash(*(_packed(t) for t in (query, key, value)), *starts, max(seq_q, 2),
                             seq_k, 0.0, is_causal, False, scale=scale,
                             window_size_left=window_left, window_size_right=window_right)[0]

@@ -1,8 +1,8 @@
 """The keys and values of one generation, for every layer: buffers that grow in place.
 
-What a Decoder's `past` is while text is generated. Kept as they come (`dtype`), as bfloat16, or as
-q8_0 (ggml's: 34 bytes for 32 values). What is kept narrower than the query is widened for each
-call: that saves memory, not time.
+It is a Decoder's `past` while text is generated. Keys and values are kept in float32, bfloat16 or
+float16, or as q8_0 (ggml's: 34 bytes for 32 values). What is kept narrower than the query is
+upcast for each call: that saves memory, not time.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def scan_kernel(
         b = tl.load(b_ptr + group, mask=known, other=0.0).to(tl.float32)
         c = tl.load(c_ptr + group, mask=known, other=0.0).to(tl.float32)
         total = tl.cumsum(dt * a, 0)
-        # not another sum of the same: what is left of both must be nothing
+        # the last element of `total`, not a second sum, which rounds otherwise: end - total must be
+        # exactly 0 at the last token
         end = tl.sum(tl.where(t == CHUNK - 1, total, 0.0), 0)
         lower = t[:, None] >= t[None, :]
         decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], -float("inf")))

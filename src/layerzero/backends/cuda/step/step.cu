@@ -95,10 +95,10 @@ struct Watch {
 // Has the launch given up, or to give up now?
 OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
     if (*lost()) return true;
-    const bool told = peek_flag(control + 2) != 0;
-    if (!told && clock_ns() - start < limit) return false;
+    const bool others_gave_up = peek_flag(control + 2) != 0;
+    if (!others_gave_up && clock_ns() - start < limit) return false;
     *lost() = 1;
-    if (!told) {
+    if (!others_gave_up) {
         post_flag(control + 2, 1);
         post_flag(problem, 1);
     }

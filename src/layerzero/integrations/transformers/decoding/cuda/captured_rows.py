@@ -1,7 +1,7 @@
 """Several tokens of one text in a CUDA graph: the rows of a step in the buffers of captured.py.
 
 The cache lies in the buffers that its single tokens use; all rows read the same pages, each up to
-its own place. Without a CUDA device the same steps run one by one, as there.
+its own position. Without a CUDA device the same steps run one by one, as in captured.py.
 """
 
 from __future__ import annotations

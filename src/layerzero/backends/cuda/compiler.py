@@ -367,10 +367,10 @@ class CompiledCuda:
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
         """Launches and returns the device."""
         device = torch.cuda.current_device()
-        if _device_count() > 1 and (home := device_of(params, device)) != device:
-            with torch.cuda.device(home):
-                self._launch(home, grid, params)
-            return home
+        if _device_count() > 1 and (tensor_device := device_of(params, device)) != device:
+            with torch.cuda.device(tensor_device):
+                self._launch(tensor_device, grid, params)
+            return tensor_device
         self._launch(device, grid, params)
         return device
 

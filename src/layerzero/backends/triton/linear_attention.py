@@ -198,8 +198,8 @@ def delta_chunk_kernel(
             line = tl.sum(tl.where(t[:, None] == i, system, 0.0), 0)
             solved = tl.sum(line[:, None] * inverse, 0)
             inverse -= tl.where(t[:, None] == i, solved[None, :], 0.0)
-        held = tl.dot(k * tl.exp(total)[:, None], state, input_precision="ieee")
-        new = tl.dot(inverse, (v - held) * beta[:, None], input_precision="ieee")
+        predicted = tl.dot(k * tl.exp(total)[:, None], state, input_precision="ieee")
+        new = tl.dot(inverse, (v - predicted) * beta[:, None], input_precision="ieee")
         q = q * scale
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
         out = tl.dot(scores, new, input_precision="ieee")

@@ -103,8 +103,9 @@ def _is_stock(forward: FunctionType, name: str) -> bool:
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     if name == "eager":
         return name not in functions and masks.get(name) is masking_utils.eager_mask
-    home = name if name == "flex_attention" else f"{name.partition('_attention')[0]}_attention"
-    own = getattr(sys.modules.get(f"transformers.integrations.{home}"), f"{home}_forward", None)
+    package = name if name == "flex_attention" else f"{name.partition('_attention')[0]}_attention"
+    module = sys.modules.get(f"transformers.integrations.{package}")
+    own = getattr(module, f"{package}_forward", None)
     return (functions.get(name) is own
             and (name != "sdpa" or masks.get(name) is masking_utils.sdpa_mask))
 

@@ -243,30 +243,30 @@ def quantized_class(stock: type) -> type:
     """Returns the subclass of a linear layer's class that multiplies with codes."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        held, bias = vars(self)[CODES], self._parameters.get("bias")
+        layer_codes, bias = vars(self)[CODES], self._parameters.get("bias")
         if _autocast():
             lowered = torch.get_autocast_dtype(input.device.type)
             input, bias = input.to(lowered), None if bias is None else bias.to(lowered)
-        codes: WeightCodes = held.codes
+        codes: WeightCodes = layer_codes.codes
         out: Tensor = _linear(input, codes.codes, codes.scales, None, bias,
                               **codes.options(input.numel() // codes.inputs))
         return out
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Let `.to` move the codes to a device, and cast the weight as it was to the dtype."""
-        held, weight = vars(self)[CODES], self.weight
-        like = fn(torch.empty(0, dtype=weight.dtype, device=held.codes.codes.device))
+        layer_codes, weight = vars(self)[CODES], self.weight
+        like = fn(torch.empty(0, dtype=weight.dtype, device=layer_codes.codes.codes.device))
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor is not weight:
                 return fn(tensor)  # type: ignore[no-any-return]
-            return (_nothing(weight, like.dtype) if held.dropped
+            return (_nothing(weight, like.dtype) if layer_codes.dropped
                     else weight.detach().to(like.dtype))
 
         result = super(quantized, self)._apply(convert, recurse)
-        if like.device != held.codes.codes.device:
-            moved = held.codes.to(like.device)
-            vars(self)[CODES] = replace(held, codes=moved, joined=moved)
+        if like.device != layer_codes.codes.codes.device:
+            moved = layer_codes.codes.to(like.device)
+            vars(self)[CODES] = replace(layer_codes, codes=moved, joined=moved)
         return result
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -280,12 +280,12 @@ def quantized_class(stock: type) -> type:
     def reduce(self: Any, protocol: Any) -> Any:
         """Lets a copy or a pickle be that of the layer before it was quantized."""
         check_not_dropped(self, "a copy or a pickle of it")
-        held, state = vars(self)[CODES], dict(vars(self))
+        layer_codes, state = vars(self)[CODES], dict(vars(self))
         del state[CODES]
-        weight, device = self._parameters["weight"], held.codes.codes.device
+        weight, device = self._parameters["weight"], layer_codes.codes.codes.device
         if weight.device != device:
-            there = nn.Parameter(weight.detach().to(device), weight.requires_grad)
-            state["_parameters"] = {**self._parameters, "weight": there}
+            moved_weight = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+            state["_parameters"] = {**self._parameters, "weight": moved_weight}
         return _empty, (stock,), state
 
     def describe(self: Any) -> str:

@@ -106,9 +106,9 @@ def is_known(module: Any, role: str) -> bool:
     if not isinstance(module, nn.Module):
         return False
     kind = stock_of(module)
-    home = kind.__module__.removeprefix("transformers.models.").split(".")[0]
-    if home in FAMILIES:                       # one of theirs: the others need not be imported
-        return kind is _class(home, role)
+    family = kind.__module__.removeprefix("transformers.models.").split(".")[0]
+    if family in FAMILIES:                       # one of theirs: the others need not be imported
+        return kind is _class(family, role)
     return code_of(module).text in _references().get(role, ())
 
 

@@ -202,9 +202,9 @@ class Reader:
         up = self.linear(attention, "kv_b_proj")
         if up.transposed or up.module.bias is not None:
             raise NotRecognised("its kv_b_proj has a bias, or keeps its weight as (in, out)")
-        home = sys.modules[stock_of(attention).__module__]
+        module = sys.modules[stock_of(attention).__module__]
         names = ("apply_rotary_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
-        raw, woven, plain = (getattr(home, n) if n in code.names else None for n in names)
+        raw, woven, plain = (getattr(module, n) if n in code.names else None for n in names)
 
         def rotate(query: Tensor, key: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
             if raw is not None:

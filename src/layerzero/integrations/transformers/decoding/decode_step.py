@@ -201,8 +201,8 @@ class DecodeStep(ChosenKernels):
         fixed_bias = None if bias is None else bias.detach()
         calls = ((x, w.codes, w.scales, None, fixed_bias) for w in alike)
         run = self.bind.fastest(what, "quantized_linear", *calls, **first.options(self.batch))
-        held = (first.codes, first.scales, fixed_bias, first.global_scale)
-        return with_weights(run, *(t for t in held if t is not None))
+        tensors = (first.codes, first.scales, fixed_bias, first.global_scale)
+        return with_weights(run, *(t for t in tensors if t is not None))
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
         if norm.op == OWN:

@@ -90,13 +90,13 @@ class PromptStep(DecodeStep):
                           first: WeightCodes, bias: Tensor | None) -> Run:
         fixed_bias = None if bias is None else bias.detach()
         decoded = self._decoded(x, first, fixed_bias)
-        held = [t for t in (first.codes, first.scales, fixed_bias, first.global_scale)
+        tensors = [t for t in (first.codes, first.scales, fixed_bias, first.global_scale)
                 if t is not None]
 
         def run(x: Tensor) -> Any:
             rows = x.numel() // first.inputs
             if decoded is not None and rows > FEW_ROWS:
-                return decoded(x, *held)
+                return decoded(x, *tensors)
             return _quantized(x, first.codes, first.scales, None, fixed_bias, **first.options(rows))
 
         return run

@@ -190,8 +190,8 @@ class Tail:
             self.seen.copy_(seen)
         self._eos.copy_(torch.tensor(plan.eos, dtype=torch.int64), non_blocking=True)
         self._pad.fill_(plan.pad or 0)
-        for held, stage in zip(self._numbers, plan.stages):
-            for number, value in zip(held, stage.numbers):
+        for buffer, stage in zip(self._numbers, plan.stages):
+            for number, value in zip(buffer, stage.numbers):
                 number.copy_(value, non_blocking=True)
         for name, chosen in plan.filters.items():
             self._filters[name].fill_(chosen)

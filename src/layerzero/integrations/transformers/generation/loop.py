@@ -346,11 +346,11 @@ class _Loop:
         chosen.record()
         side.wait_event(chosen)
         with torch.cuda.stream(side):
-            there = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            there.copy_(row, non_blocking=True)
+            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            pinned.copy_(row, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self.slots.append((there, arrived))
+        self.slots.append((pinned, arrived))
 
     def _read_oldest(self) -> None:
         """Read the oldest token that was not read yet: does it end a row?"""

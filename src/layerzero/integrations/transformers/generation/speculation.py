@@ -170,10 +170,10 @@ class Draft:
     def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Up to `most` tokens after `ids`, (tokens,)."""
         cache, proposed = self._cache, []
-        held = cache.get_seq_length()
-        more = ids[held:]
+        cached_tokens = cache.get_seq_length()
+        more = ids[cached_tokens:]
         for _ in range(min(self.count, most)):
-            if self._rows is not None and 1 < len(more) <= self.count + 1 and held:
+            if self._rows is not None and 1 < len(more) <= self.count + 1 and cached_tokens:
                 logits = self._rows(more, cache)[0][-1]
             else:
                 logits = self.model(more[None], past_key_values=cache, use_cache=True,

@@ -47,9 +47,9 @@ def _append_kernel(
     if PIECES:
         piece = tl.arange(0, PIECES)
         offset = row[:, None] * pieces + piece[None, :]
-        there = here[:, None] & (piece < pieces)[None, :]
-        best = tl.load(best_ptr + offset, mask=there, other=float("-inf"))
-        where = tl.load(token_ptr + offset, mask=there, other=last)
+        valid = here[:, None] & (piece < pieces)[None, :]
+        best = tl.load(best_ptr + offset, mask=valid, other=float("-inf"))
+        where = tl.load(token_ptr + offset, mask=valid, other=last)
         top = tl.max(best, 1)
         token = tl.min(tl.where(best == top[:, None], where, last), 1)
     else:

@@ -114,6 +114,6 @@ $(VENV)/.native: $(NATIVE) | $(VENV)/.ready
 	  echo "** The native call path could not be compiled; see the message above. **"; \
 	  echo "** LayerZero works without it: the pure Python path serves every call, **"; \
 	  echo "** with the same results and a higher cost per call.                  **"; \
-	  echo "** Once mended: make build                                            **"; \
+	  echo "** Once fixed: make build                                             **"; \
 	  echo "************************************************************************"; }
 	@touch $@

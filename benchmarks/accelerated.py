@@ -88,13 +88,13 @@ class Way:
         if cuda:
             torch.cuda.synchronize()
             marks[0].record()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for token in tokens:
             self.step(token)
         if cuda:
             marks[1].record()
             torch.cuda.synchronize()
-        took = (time.perf_counter() - began) * 1e6 / len(tokens)
+        took = (time.perf_counter() - start) * 1e6 / len(tokens)
         return took, marks[0].elapsed_time(marks[1]) * 1e3 / len(tokens) if cuda else took
 
 
@@ -233,12 +233,12 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
 
     def generate(model: Any, new: int) -> tuple[float, Tensor]:
         torch.manual_seed(0)
-        began = time.perf_counter()
+        start = time.perf_counter()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                              min_new_tokens=new, **how)
         if ids.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - began, out
+        return time.perf_counter() - start, out
 
     texts = {name: generate(model, args.tokens)[1] for name, model in models.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}

@@ -135,10 +135,10 @@ def time_restarts(pool: Pool, times: int) -> list[float]:
         pool.wait()
         worker = pool.workers[0]
         os.kill(worker.process.pid, signal.SIGKILL)        # type: ignore[union-attr]
-        began = time.monotonic()
+        start = time.monotonic()
         with suppress(RuntimeError):
             pool.call("onnxruntime.numpy2_linear", (torch.ones(1, 4), torch.ones(1, 4)), ())
-        delays.append(round(pool.not_before - began, 3))
+        delays.append(round(pool.not_before - start, 3))
     return delays
 
 

@@ -68,9 +68,9 @@ class TimedRanks(ProcessRanks):
 
         class Timed:
             def wait(self) -> torch.Tensor:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 result = pending.wait()
-                ranks.waited += time.perf_counter() - began
+                ranks.waited += time.perf_counter() - start
                 return result
 
         return Arrived(Timed().wait()) if self.blocking else Timed()
@@ -112,12 +112,12 @@ def measure(group: Any, tensors: list[Any], starts: torch.Tensor, longest: int, 
     def run() -> None:
         if isinstance(group, TimedRanks):
             group.waited = 0.0
-        began = clock(device)
+        start = clock(device)
         outs = method(*tensors, starts, longest, group=group, **options)
         middle = clock(device)
         outs = outs if isinstance(outs, list) else [outs]
         torch.autograd.grad(outs, flat, [torch.ones_like(o) for o in outs])
-        forward.append(middle - began)
+        forward.append(middle - start)
         backward.append(clock(device) - middle)
         waited.append(getattr(group, "waited", 0.0))
 

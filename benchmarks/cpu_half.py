@@ -123,10 +123,10 @@ def clock() -> float:
 
 
 def seconds_of(way: Way, calls: int = 1) -> float:
-    began = clock()
+    start = clock()
     for _ in range(calls):
         way()
-    return (clock() - began) / calls
+    return (clock() - start) / calls
 
 
 def seconds_per_product(dtype: torch.dtype) -> float:
@@ -223,11 +223,11 @@ def generating(args: argparse.Namespace) -> dict[str, Any]:
                 print(dtype, reports[dtype], flush=True)
 
     def generate(model: Any, ids: Tensor, new: int) -> tuple[float, Tensor]:
-        began = clock()
+        start = clock()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                              min_new_tokens=new,
                              do_sample=False)
-        return clock() - began, out
+        return clock() - start, out
 
     slow = models.pop("transformers, bfloat16")
     texts = {name: generate(model, ids, args.tokens)[1][0, ids.shape[1]:]

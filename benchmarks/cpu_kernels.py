@@ -120,8 +120,8 @@ def measure(case: Case, people: list[Contestant], seed: int) -> dict[str, Any]:
     for _ in range(case.rounds):
         chance.shuffle(order)
         for name in order:
-            began, ended, _ = loops[name](case.calls)
-            samples[name].append((ended - began) / case.calls)
+            start, ended, _ = loops[name](case.calls)
+            samples[name].append((ended - start) / case.calls)
     ours = f"native.{case.ours}"
     return {"case": case.name, "dtype": case.dtype,
             "us": {n: Spread.of([x / 1e3 for x in s]).to_json()

@@ -259,8 +259,8 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
             d.bind(world.catalog.by_id[step.kernel], step, facts,
                    fixed_by_key(world.program(d.op), facts))
             marks.append(now())
-            for name, began, ended in zip(("facts", "select", "bind"), marks, marks[1:]):
-                taken[name].append(ended - began)
+            for name, start, ended in zip(("facts", "select", "bind"), marks, marks[1:]):
+                taken[name].append(ended - start)
     micros = {name: Spread.of([ns / 1e3 for ns in samples]).to_json()
               for name, samples in taken.items()}
     told = sum(micros[n]["median"] for n in ("facts", "select", "bind"))

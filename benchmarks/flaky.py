@@ -69,11 +69,11 @@ def timed(calls: int) -> list[int]:
     took, clock = [], time.perf_counter_ns
     for _ in range(calls):
         lz.rms_norm(x)                         # may fail, recover and change what the world knows
-        began = clock()
+        start = clock()
         lz.layer_norm(x)
         between = clock()
         lz.linear(x, weight)
-        took += (between - began, clock() - between)
+        took += (between - start, clock() - between)
     return took
 
 
@@ -82,15 +82,15 @@ def work_of_a_recovery(flaky: Flaky) -> int:
     def us(rate: float, calls: int = 300) -> float:
         flaky.rate, x = rate, torch.randn(4, 64)
         lz.rms_norm(x)
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(calls):
             lz.rms_norm(x)
-        return (time.thread_time() - began) / calls * 1e6
+        return (time.thread_time() - start) / calls * 1e6
 
     extra = statistics.median(us(1.0) - us(0.0) for _ in range(5))
-    began = time.thread_time()
+    start = time.thread_time()
     busy(2000)
-    return max(round(extra / ((time.thread_time() - began) / 2000 * 1e6)), 1)
+    return max(round(extra / ((time.thread_time() - start) / 2000 * 1e6)), 1)
 
 
 def p99(took: list[int]) -> float:

@@ -322,11 +322,11 @@ def whole(args: argparse.Namespace) -> dict[str, Any]:
     wanted = [(op, s) for op, s in shapes() if re.search(args.match, f"{op} {short(s)}")][
         ::10 if args.quick else 1]
     calls = [made(op, sizes) for op, sizes in wanted]
-    began = time.perf_counter()
+    start = time.perf_counter()
     report = tune(calls, device="cuda", mode="captured", rounds=20, seconds=args.seconds, save=keep,
                   progress=lambda done, total, what: print(f"tuning {done}/{total} {what[:90]}",
                                                            file=sys.stderr))
-    print(f"\n{len(report.tuned)} kinds in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    print(f"\n{len(report.tuned)} kinds in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     failed = [f"{t.label}: {k}: {r.message}"[:240] for t in report.tuned
               for k, r in t.failed.items()]
     watch, rows, skipped = GraphWatch(), [], [f"{s.call.op}: {s.reason}" for s in report.skipped]

@@ -96,14 +96,14 @@ def goals(compile: bool = False, summary: Mapping[str, Any] | None = None) -> li
     rows: list[dict[str, Any]] = []
 
     def take(name: str, work: Callable[[], Any]) -> None:
-        began = time.time()
+        start = time.time()
         try:
             found = work()
         except ERRORS as e:                    # the others still have their row
             found = _row(name, "", None, None,
                          notes=(f"failed: {type(e).__name__}: {str(e)[:160]}",))
         for row in found if isinstance(found, list) else [found]:
-            rows.append({**row, "seconds": round(time.time() - began, 1)})
+            rows.append({**row, "seconds": round(time.time() - start, 1)})
             print(_line(rows[-1]), flush=True)
         torch.cuda.empty_cache()
 

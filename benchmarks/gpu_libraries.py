@@ -136,7 +136,7 @@ def certify_one(kernel: Kernel, budget: float) -> dict[str, Any]:
     if absent is not None:
         return {"kernel": kernel.id, "status": "unavailable", "why": str(absent),
                 "hint": absent.code.advice}
-    began, first, ends = time.time(), 0.0, float("inf")
+    start, first, ends = time.time(), 0.0, float("inf")
     ran, skipped, failed, left = 0, 0, [], 0           # type: int, int, list[str], int
     worst, reasons = 0.0, {}                           # type: float, dict[str, int]
 
@@ -151,7 +151,7 @@ def certify_one(kernel: Kernel, budget: float) -> dict[str, Any]:
         if result.status == "failed":
             failed.append(str(result)[:500])
         if not first:
-            first = time.time() - began
+            first = time.time() - start
             ends = time.time() + budget
 
     for case, dtype in cases_of(kernel):
@@ -172,7 +172,7 @@ def certify_one(kernel: Kernel, budget: float) -> dict[str, Any]:
 
 def certify_apart(kernel: Kernel, budget: float, limit: float) -> dict[str, Any]:
     """The same in a process of its own."""
-    began = time.time()
+    start = time.time()
     try:
         done = subprocess.run([sys.executable, __file__, "--one", kernel.id, "--budget",
                                str(budget)],
@@ -182,7 +182,7 @@ def certify_apart(kernel: Kernel, budget: float, limit: float) -> dict[str, Any]
             "kernel": kernel.id, "status": "crashed", "why": (done.stderr or done.stdout)[-1500:]}
     except subprocess.TimeoutExpired:
         found = {"kernel": kernel.id, "status": "timeout", "why": f"no answer within {limit:g} s"}
-    found["seconds"] = round(time.time() - began)
+    found["seconds"] = round(time.time() - start)
     print(
         f"{kernel.id:30} {found['status']:11} ran {found.get('ran', 0):3} skipped "
         f"{found.get('skipped', 0):3} left {found.get('left', 0):3} worst "
@@ -277,7 +277,7 @@ def race(only: set[str], good: set[str]) -> list[dict[str, Any]]:
     ops = worlds.current().catalog.ops
     rows = []
     for name, op_name, case in TIMED:
-        began = time.time()
+        start = time.time()
         found = candidates(op_name, case_values(ops[op_name], case, "bfloat16", "cuda"),
                            lambda k: k.id not in MINE or (k.backend in only and k.id in good))
         rows.append({"shape": name, "op": op_name, "kernels": found})
@@ -285,7 +285,7 @@ def race(only: set[str], good: set[str]) -> list[dict[str, Any]]:
         print(f"{name:38} " + ", ".join(f"{f['kernel']} {f['us']:.1f}{'*' if f['how'] else ''}"
                                         for f in found if "us" in f)
               + (f" | failed: {'; '.join(wrong)}" if wrong else "")
-              + f"  [{time.time() - began:.0f} s]", flush=True)
+              + f"  [{time.time() - start:.0f} s]", flush=True)
         torch.cuda.empty_cache()
     if "flashinfer" in only:
         rows += own_samplers()

@@ -64,9 +64,9 @@ def measure(name: str, call: Callable[[str], Any], nbytes: int, seconds: float,
                 end_of_pause = time.perf_counter() + pause
                 while time.perf_counter() < end_of_pause:
                     pass
-                began = time.perf_counter()
+                start = time.perf_counter()
                 call(where)
-                times.append((time.perf_counter() - began) * 1e6)
+                times.append((time.perf_counter() - start) * 1e6)
     here, there = samples["here"], samples["worker"]
     return Row(name, nbytes, statistics.median(here), statistics.median(there),
                statistics.median(there) - statistics.median(here), _quiet(there) - _quiet(here))

@@ -133,10 +133,10 @@ def host(call: Callable[[], Any]) -> float:
     times = []
     for _ in range(LOOPS):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        times.append((time.perf_counter() - began) / CALLS * 1e6)
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
     return statistics.median(times)
 

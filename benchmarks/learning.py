@@ -124,14 +124,14 @@ class Traffic:
     def run(self, seconds: float) -> tuple[float, Counter[int]]:
         """The stream for about so long: the seconds, and how often each kind came."""
         count: Counter[int] = Counter()
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
             for _ in range(16):
                 i = next(self._order)
                 count[i] += 1
                 self.ways[i]()
         self.wait()
-        return time.perf_counter() - began, count
+        return time.perf_counter() - start, count
 
     def each(self, times: int = 2) -> None:
         for way in self.ways * times:

@@ -179,10 +179,10 @@ def work(side: str, folder: str) -> None:
             print(json.dumps(results()), flush=True)
             continue
         clock = time.process_time if case["threads"] == 1 else time.perf_counter
-        began = clock()
+        start = clock()
         for i in range(int(line)):
             run(i % case["copies"])
-        print((clock() - began) / int(line), flush=True)
+        print((clock() - start) / int(line), flush=True)
 
 
 class Worker:
@@ -266,10 +266,10 @@ def differs_with_tiles(format: str) -> bool:
 
 
 def seconds_of(run: Callable[[int], object], calls: int) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for i in range(calls):
         run(i)
-    return (time.perf_counter() - began) / calls
+    return (time.perf_counter() - start) / calls
 
 
 def dequantize_seconds(weight: torch.Tensor, format: str) -> float:

@@ -80,8 +80,8 @@ def compare(given: argparse.Namespace) -> None:
             for speed in llama_cpp.race(model, peer, threads, given.context, given.rounds,
                                         given.kv, text):
                 report.speeds.append(speed)
-                print(f"{speed.name:14} {threads} threads: lz {speed.ours:7.1f} tokens/s, "
-                      f"llama.cpp {speed.theirs:7.1f}, {speed.ratio:.2f} x", flush=True)
+                print(f"{speed.name:14} {threads} threads: lz {speed.lz_rate:7.1f} tokens/s, "
+                      f"llama.cpp {speed.peer_rate:7.1f}, {speed.ratio:.2f} x", flush=True)
             report.memory["llama.cpp"] = int(peer.ask([1], 1)["rss"])
     report.memory |= memory_of_lz(path, given.kv)
     print(", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in report.memory.items()))

@@ -255,7 +255,7 @@ def main() -> None:
     if args.jit:
         lz.configure(jit="in_request")
     rows: list[Row] = []
-    began, before = time.perf_counter(), environment()
+    start, before = time.perf_counter(), environment()
     console = Console(width=None if sys.stdout.isatty() else 220)
     for threads in [int(n) for n in args.threads.split(",")] if args.threads else [
             torch.get_num_threads()]:
@@ -279,9 +279,9 @@ def main() -> None:
         "environment": {**before, "load_average_after": os.getloadavg() if hasattr(os, "getloadavg")
                         else None},
         "device": args.device, "quick": args.quick, "jit": args.jit,
-        "seconds": round(time.perf_counter() - began),
+        "seconds": round(time.perf_counter() - start),
         "verdict": lines, "rows": [row.to_json() for row in rows]}, indent=1))
-    print(f"{time.perf_counter() - began:.0f} s; written to {args.json}", file=sys.stderr)
+    print(f"{time.perf_counter() - start:.0f} s; written to {args.json}", file=sys.stderr)
 
 
 if __name__ == "__main__":

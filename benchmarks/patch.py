@@ -51,11 +51,11 @@ def decode(model: Any, prompt: torch.Tensor) -> Callable[[], float]:
         with torch.inference_mode():
             out = model(input_ids=prompt, use_cache=True)
             token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-            began = now(prompt.device)
+            start = now(prompt.device)
             for _ in range(STEPS):
                 out = model(input_ids=token, past_key_values=cache, use_cache=True)
                 token = out.logits[:, -1:].argmax(-1)
-            return (now(prompt.device) - began) / STEPS
+            return (now(prompt.device) - start) / STEPS
 
     return run
 
@@ -63,9 +63,9 @@ def decode(model: Any, prompt: torch.Tensor) -> Callable[[], float]:
 def whole(model: Any, given: dict[str, torch.Tensor]) -> Callable[[], float]:
     def run() -> float:
         with torch.inference_mode():
-            began = now(model.device)
+            start = now(model.device)
             model(**given)
-            return now(model.device) - began
+            return now(model.device) - start
 
     return run
 

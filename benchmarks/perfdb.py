@@ -51,10 +51,10 @@ def timed(work: Callable[[], Any], runs: int) -> dict[str, float]:
     """Milliseconds: as the clock has it, and what this process computed."""
     found, computed = [], []
     for _ in range(runs):
-        began, busy = time.perf_counter(), time.process_time()
+        start, busy = time.perf_counter(), time.process_time()
         work()
         computed.append((time.process_time() - busy) * 1e3)
-        found.append((time.perf_counter() - began) * 1e3)
+        found.append((time.perf_counter() - start) * 1e3)
     return {"median_ms": statistics.median(found), "best_ms": min(found),
             "best_cpu_ms": min(computed)}
 

@@ -106,7 +106,7 @@ class Decoder:
                             for kept, new in ((at.keys, turned[1]), (at.values, v)))
             out = F.scaled_dot_product_attention(turned[0][:, :, None], keys, values)
             x = x + out.flatten(1) @ at.out.to(dtype).t()
-            gate, up = (normed(x, at.mlp_norm) @ at.into.to(dtype).t()).chunk(2, -1)
+            gate, up = (normed(x, at.mlp_norm) @ at.gate_up.to(dtype).t()).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ at.down.to(dtype).t()
         return normed(x, self.norm) @ self.head.to(dtype).t()
 
@@ -115,7 +115,7 @@ def encoded(at: LayerTensors, format: str) -> tuple[LayerTensors, LayerTensors]:
     """A layer with codes for weights, and with the weights that they stand for."""
     from layerzero.integrations.transformers.quantized import encode
     from layerzero.models.weights.codes import WeightOnly
-    names = ("qkv", "out", "into", "down")
+    names = ("qkv", "out", "gate_up", "down")
     codes = [encode(getattr(at, name), WeightOnly(format)) for name in names]
     scales = tuple(c.scales for c in codes if c.scales is not None)
     weights = [lz.dequantize(c.codes, c.scales, format=c.format,

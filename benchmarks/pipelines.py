@@ -100,11 +100,11 @@ def compare(made: Made, device: str, dtype: torch.dtype, rounds: int, tune: bool
     def step(model: nn.Module) -> tuple[float, torch.Tensor]:
         if device == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         out = model(**inputs, return_dict=False)[0]
         if device == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - began) * 1e3, out
+        return (time.perf_counter() - start) * 1e3, out
 
     with torch.no_grad():
         if tune:

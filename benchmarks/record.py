@@ -139,14 +139,14 @@ class Subject:
         more: dict[str, Any] = {"weights": weights} if weights else {}
         if not more.keys() <= inspect.signature(accelerate).parameters.keys():
             raise NotImplementedError("lz.accelerate has no weights=")
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.device, self.ours = device, build(shape, device, dtype)
         # codes take the place of the weights, so the model as it was has its own
         self.stock = build(shape, device, dtype) if weights else shared_copy(self.ours)
         self.stored = {"int4": 0.5 + 2 / 128, "fp8": 1.0, "int8": 1.0}.get(
             weights, float(torch.finfo(dtype).bits // 8))      # bytes of a weight
         self.report = accelerate(self.ours, measure=False, **more)
-        print(f"{self.report}\n  ({time.perf_counter() - began:.1f} s)", flush=True)
+        print(f"{self.report}\n  ({time.perf_counter() - start:.1f} s)", flush=True)
 
     def prompts(self, count: int, length: int, seed: int = 1) -> Tensor:
         gen = torch.Generator().manual_seed(seed)
@@ -156,7 +156,7 @@ class Subject:
 
 def measure(row: Row, of: Subject, rounds: int, seconds: float, compiled: bool) -> dict[str, Any]:
     """All ways of one row."""
-    began, ours, stock = time.perf_counter(), of.ours, of.stock
+    start, ours, stock = time.perf_counter(), of.ours, of.stock
     ids = of.prompts(row.batch, row.context)
     ways: dict[str, Callable[[], float]] = {
         "generate, greedy": lambda: _generated(ours, ids, row.steps + 1, {"do_sample": False}),
@@ -175,12 +175,12 @@ def measure(row: Row, of: Subject, rounds: int, seconds: float, compiled: bool) 
     for _ in range(rounds):
         for name in chance.sample(list(ways), len(ways)):
             taken[name].append(ways[name]())
-        if time.perf_counter() - began > seconds:
+        if time.perf_counter() - start > seconds:
             break
     found: dict[str, Any] = {name: statistics.median(times) for name, times in taken.items()}
     found |= {"bytes": bytes_read(ours, row, of.stored), "goal": row.goal,
               "rounds": len(taken["transformers"]), "kernels": of.report.kernels,
-              "seconds": time.perf_counter() - began}
+              "seconds": time.perf_counter() - start}
     if "step" in found:
         found["generate / step"] = {name: found[name] / found["step"] for name in found
                                     if name.startswith("generate,")}
@@ -190,11 +190,11 @@ def measure(row: Row, of: Subject, rounds: int, seconds: float, compiled: bool) 
 def _timed(work: Callable[[], Any], cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) * 1e6
+    return (time.perf_counter() - start) * 1e6
 
 
 def _generated(model: Any, ids: Tensor, new: int, how: dict[str, Any]) -> float:

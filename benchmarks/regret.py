@@ -58,12 +58,12 @@ def keep(found: Sequence[Measurement], rates: Mapping[str, Rates] | None) -> Non
 
 
 def tuned(calls: Sequence[Call], device: str, mode: str) -> dict[str, Any]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     report = tune(calls, device=device, mode=mode, save=keep,
                   progress=lambda done, total, what: print(f"\rtuning {done}/{total}", end="",
                                                            file=sys.stderr))
     print(file=sys.stderr)
-    return {"seconds": time.perf_counter() - began, "kinds": len(report.tuned),
+    return {"seconds": time.perf_counter() - start, "kinds": len(report.tuned),
             "skipped": len(report.skipped)}
 
 

@@ -68,12 +68,12 @@ def rate(model: Any, prompt: torch.Tensor, new: int, repeats: int) -> tuple[floa
     """Tokens a second, the best of some; the first, in which kernels are chosen, is not timed."""
     best = 0.0
     for i in range(repeats + 1):
-        began = time.perf_counter()
+        start = time.perf_counter()
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new,
                              do_sample=False)
         if prompt.is_cuda:
             torch.cuda.synchronize()
-        best = max(best, new / (time.perf_counter() - began)) if i else 0.0
+        best = max(best, new / (time.perf_counter() - start)) if i else 0.0
     return best, out
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-Loop = Callable[[int], tuple[int, int, Any]]   # calls -> began, ended (ns), the last result
+Loop = Callable[[int], tuple[int, int, Any]]   # calls -> start, end (ns), the last result
 EMPTY = "(empty loop)"
 # calls before each batch: its code and data come back to the caches
 WARM_UP = 5
@@ -90,9 +90,9 @@ def compiled(call: str, scope: Mapping[str, Any]) -> Loop:
     text = (f"def loop({', '.join(('calls', 'now', *scope))}):\n"
             "    out = None\n"
             "    turns = range(calls)\n"
-            "    began = now()\n"
+            "    start = now()\n"
             "    for _ in turns:\n" + textwrap.indent(call, " " * 8) + "\n"
-            "    return began, now(), out\n")
+            "    return start, now(), out\n")
     made: dict[str, Any] = {}
     exec(text, made)
     loop = made["loop"]
@@ -179,10 +179,10 @@ class _Runner:
                 self.loop(WARM_UP)
                 self.wait()
                 on_cpu = time.thread_time_ns()
-                began, ended, _ = self.loop(self.calls)
-                if ended - began <= time.thread_time_ns() - on_cpu:
+                start, ended, _ = self.loop(self.calls)
+                if ended - start <= time.thread_time_ns() - on_cpu:
                     break
-        return (ended - began) / self.calls
+        return (ended - start) / self.calls
 
 
 def _together(c: Contestant, loop: Loop, threads: int, calls: int) -> float:
@@ -192,8 +192,8 @@ def _together(c: Contestant, loop: Loop, threads: int, calls: int) -> float:
     def work() -> None:
         with torch.no_grad(), c.around():      # the grad mode belongs to the thread
             gate.wait()
-            began, ended, _ = loop(calls)
-        spans.append((began, ended))
+            start, ended, _ = loop(calls)
+        spans.append((start, ended))
 
     crew = [threading.Thread(target=work) for _ in range(threads)]
     for t in crew:

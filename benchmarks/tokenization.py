@@ -74,9 +74,9 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
             text = f"{system}Question {n}: may I keep book {n * 37} for {n + 3} days?"
             results = []
             for who, run in (("alone", alone), ("remembering", remembering)):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 results.append(run(text))
-                times[who].append(time.perf_counter() - began)
+                times[who].append(time.perf_counter() - start)
             assert results[0] == results[1], f"{name}: other ids"
         medians = {who: statistics.median(samples) * 1e6 for who, samples in times.items()}
         found[name] = {"tokens": len(alone(system)), "alone_us": medians["alone"],

@@ -76,7 +76,7 @@ def race(shape: str, ours: Iterable[tuple[str, Callable[[], Any]]],
     """
     if MATCH and not any(text in shape for text in MATCH):
         return
-    rows, failed, began = [], [], time.time()
+    rows, failed, start = [], [], time.time()
     for name, call in itertools.islice(ours, 1 if QUICK else None):
         try:
             error = furthest(call(), want)
@@ -95,7 +95,7 @@ def race(shape: str, ours: Iterable[tuple[str, Callable[[], Any]]],
     best = ", ".join(f"{us:.2f} {name} (err {error:.1e})" for us, name, error in rows[:keep])
     print(f"{shape:34} ours {best} | " + ", ".join(f"{name} {us:.2f}" for name, us in beside)
           + (f" | failed {len(failed)}: {failed[0]}" if failed else "")
-          + f"  [{time.time() - began:.0f} s]",
+          + f"  [{time.time() - start:.0f} s]",
           flush=True)
 
 
@@ -334,13 +334,13 @@ def check(kernels: Iterable[Kernel], step: int) -> None:
     """Every step-th case of each contract, at both half precisions."""
     warnings.simplefilter("ignore")
     for kernel in kernels:
-        began = time.time()
+        start = time.time()
         results = [check_case(kernel, case, dtype, "cuda") for dtype in ("bfloat16", "float16")
                    for case in kernel.op.cases[::step]]
         wrong = [str(r) for r in results if r.status == "failed"]
         ran = sum(r.status != "skipped" for r in results)
         FOUND.append({"kernel": kernel.id, "ran": ran, "failed": wrong})
-        print(f"{kernel.id:32} {ran - len(wrong)} of {ran} passed  [{time.time() - began:.0f} s]",
+        print(f"{kernel.id:32} {ran - len(wrong)} of {ran} passed  [{time.time() - start:.0f} s]",
               flush=True)
         for text in wrong[:5]:
             print("   ", text[:300], flush=True)

@@ -176,11 +176,11 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
     row: Row = {"op": op.name, "call": call.name or survey([call], device)[0][0].kind.sizes_text,
                 "modes": {}}
     with torch.no_grad():
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(2):
             public(**given)
         compiling.wait(WAIT)
-        row["seconds_to_compile"] = time.perf_counter() - began
+        row["seconds_to_compile"] = time.perf_counter() - start
         found, ordered = resolve(op, values)
         for mode in modes:
             race = Race(stopwatch(device, mode), (RuntimeError, lz.errors.LayerZeroError))
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     lz.configure(shipped_measurements=not args.no_shipped)
     modes = args.mode or ([EAGER, CAPTURED] if args.device == "cuda" else [EAGER])
-    env, began, rows, left = environment(args.device), time.perf_counter(), [], 0
+    env, start, rows, left = environment(args.device), time.perf_counter(), [], 0
     for dtype in args.dtype or (["bfloat16"] if args.device == "cuda" else ["float32"]):
         calls = (list(drawn_calls(dtype, args.drawn, args.seed, args.device)) if args.drawn else
                  [*other_calls(dtype), *(() if args.other else listed(args.device, dtype))])
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (args.match not in call.op or args.rows not in f"{call.op} {call.name or ''}"
                 or call.op not in WRITTEN):
                 continue
-            if args.seconds and time.perf_counter() - began > args.seconds:
+            if args.seconds and time.perf_counter() - start > args.seconds:
                 left += 1
                 continue
             if call.case is None and survey([call], args.device)[0][0].nbytes > MAX_BYTES:

@@ -206,9 +206,9 @@ def test_what_a_launch_costs(mine):
         for _ in range(50):
             fn()
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(2000):
             fn()
-        took = (time.perf_counter() - began) / 2000 * 1e6
+        took = (time.perf_counter() - start) / 2000 * 1e6
         torch.cuda.synchronize()
         print(f"{name}: {took:.1f} us a call")

@@ -119,7 +119,7 @@ class Decoder:
             scores = torch.einsum("bhd,bthd->bht", q, keys) * s.dim ** -0.5
             out = torch.einsum("bht,bthd->bhd", scores.softmax(-1), values).flatten(1)
             x = x + out @ at.out.to(dtype).t()
-            gate, up = (normed(x, at.mlp_norm) @ at.into.to(dtype).t()).chunk(2, -1)
+            gate, up = (normed(x, at.mlp_norm) @ at.gate_up.to(dtype).t()).chunk(2, -1)
             gate = torch.nn.functional.silu(gate) if s.activation == "swiglu" else (
                 torch.nn.functional.gelu(gate, approximate="tanh"))
             x = x + (gate * up) @ at.down.to(dtype).t()
@@ -128,7 +128,7 @@ class Decoder:
 
 def encoded(at: LayerTensors, format: str) -> tuple[LayerTensors, LayerTensors]:
     """A layer with codes for weights, and with the weights that they stand for."""
-    names = ("qkv", "out", "into", "down")
+    names = ("qkv", "out", "gate_up", "down")
     codes, scales, weights = [], [], []
     for name in names if format == "fp8_e4m3" else ():
         weight = getattr(at, name).float()

@@ -27,15 +27,15 @@ def check_rotate_and_store(batch: int, heads: int, kv_heads: int, dim: int, rota
                         dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(0)
     qkv = torch.randn(batch, 1, heads + 2 * kv_heads, dim, generator=gen).to(dtype)
-    both, value = qkv[:, :, :heads + kv_heads], qkv[:, :, heads + kv_heads:]
+    qk, value = qkv[:, :, :heads + kv_heads], qkv[:, :, heads + kv_heads:]
     angles = torch.arange(9)[:, None] / 100 ** (torch.arange(rotary // 2) / rotary)
     table = torch.cat((angles.cos(), angles.cos(), angles.sin(), angles.sin()), 1).to(dtype)
     keys, values = (torch.zeros(batch, 9, kv_heads, dim, dtype=dtype) for _ in "kv")
-    query = triton_step.rotate_and_store(both, value, table, torch.tensor([5]), keys, values)
+    query = triton_step.rotate_and_store(qk, value, table, torch.tensor([5]), keys, values)
     cos, sin = table[5, :rotary].float(), table[5, rotary:].float()
-    x = both[:, 0, :, :rotary].float()
+    x = qk[:, 0, :, :rotary].float()
     turned = x * cos + torch.cat((-x[..., rotary // 2:], x[..., :rotary // 2]), -1) * sin
-    want = torch.cat((turned, both[:, 0, :, rotary:].float()), -1)
+    want = torch.cat((turned, qk[:, 0, :, rotary:].float()), -1)
     close = ({"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16
              else {"rtol": 2e-3, "atol": 2e-3})
     torch.testing.assert_close(query.float(), want[:, :heads], **close)

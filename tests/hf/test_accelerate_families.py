@@ -396,7 +396,7 @@ def test_what_is_not_recognised_says_why(name, changes, why):
     ("Glm4Moe", "a router of its own"), ("BitNet", "a norm of its heads' result"),
     ("gpt_oss", "attention sinks"), ("DeepseekV3", "latent attention"), ("Cohere2", "")])
 def test_what_a_kernel_of_the_plain_step_must_not_serve(name, what):
-    assert recognise(build(name)).plain_obstacle == what
+    assert recognise(build(name)).unplain_feature == what
 
 
 def test_two_models_in_turns_share_nothing():

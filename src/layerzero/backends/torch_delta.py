@@ -61,20 +61,21 @@ def _token() -> Callable[..., Any]:
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
             initial_state: Tensor | None = None, *, output_final_state: bool = False,
             use_qk_l2norm_in_kernel: bool = False) -> Any:
-        wide = torch.promote_types(q.dtype, torch.float32)
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
         (batch, _, heads, dim), value_heads = q.shape, v.shape[2]
-        both = torch.cat((q, k), 1).to(wide)
+        both = torch.cat((q, k), 1).to(acc_dtype)
         if use_qk_l2norm_in_kernel:
             both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + L2_EPS)
         both = both.repeat_interleave(value_heads // heads, 2).transpose(1, 2).flatten(0, 1)
         query, key = both[:, :1] * (dim ** -0.5 if scale is None else scale), both[:, 1:]
-        value = v.to(wide).transpose(1, 2).flatten(0, 1)
-        strength = beta.to(wide).reshape(-1, 1, 1)
+        value = v.to(acc_dtype).transpose(1, 2).flatten(0, 1)
+        strength = beta.to(acc_dtype).reshape(-1, 1, 1)
         with torch.autocast(q.device.type, enabled=False):
             if initial_state is None:
                 state = key.mT @ (value * strength)
             else:
-                state = initial_state.to(wide).flatten(0, 1) * g.to(wide).exp().reshape(-1, 1, 1)
+                decay = g.to(acc_dtype).exp().reshape(-1, 1, 1)
+                state = initial_state.to(acc_dtype).flatten(0, 1) * decay
                 state = torch.baddbmm(state, key.mT, (value - key @ state) * strength)
             out = (query @ state).view(batch, value_heads, 1, -1).transpose(1, 2).to(v.dtype)
         state = state.view(batch, value_heads, dim, -1)

@@ -39,13 +39,13 @@ class KeysOfItems(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(ctx.shape, dtype=wide, device=grads[0].device)
+        acc_dtype = torch.promote_types(ctx.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=acc_dtype, device=grads[0].device)
         for where, grad in zip(ctx.rows, grads):
             if isinstance(where, slice):
                 total[where] += grad
             else:                              # index_add_ is not deterministic on CUDA
-                total.index_put_((where,), grad.to(wide), accumulate=True)
+                total.index_put_((where,), grad.to(acc_dtype), accumulate=True)
         return total.to(ctx.dtype), *[None] * len(ctx.rows)
 
 
@@ -104,7 +104,8 @@ def separate(
 # one flash call
 
 def _flash() -> Callable[..., Any]:
-    """aten's flash attention: the output, and the log-sum-exp (tokens, heads) if it is wanted."""
+    """Calls aten's flash attention; returns the output, and the log-sum-exp (tokens, heads) if it
+    is wanted."""
     entry = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,

@@ -31,12 +31,12 @@ FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
 def _for_each_row(t: Tensor | None) -> Callable[[], Any]:
-    """Returns what gives the tensor for one row. Where it wants a gradient the rows share a wide
-    copy: autograd adds their gradients there, and rounds the sum once."""
+    """Returns a function that gives the tensor for one row. Where it wants a gradient, the rows
+    share a copy in float32: autograd adds their gradients there, and rounds the sum once."""
     if t is None or t.dtype.itemsize > 2 or not (t.requires_grad and torch.is_grad_enabled()):
         return lambda: t
-    wide = t.float()
-    return lambda: wide.to(t.dtype)
+    upcast = t.float()
+    return lambda: upcast.to(t.dtype)
 
 
 def _aligned_parts(t: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
@@ -81,7 +81,7 @@ def _attention() -> Callable[..., Any]:
         _, hidden = position_terms(seq_q, key.shape[2], is_causal, causal_align, window_left,
                                    window_right, None, query.device)
         # a copy of its own, in float32 or wider: torch's half types are slow on many CPUs
-        wide = torch.promote_types(query.dtype, torch.float32)
+        acc_dtype = torch.promote_types(query.dtype, torch.float32)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             scores = product(query, key.t()) * factor
@@ -92,7 +92,8 @@ def _attention() -> Callable[..., Any]:
             sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
             return product(torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0), value)
 
-        queries, keys, values = (_aligned_parts(t.flatten(0, 1), wide) for t in (query, key, value))
+        queries, keys, values = (_aligned_parts(t.flatten(0, 1), acc_dtype)
+                                 for t in (query, key, value))
         out = [attend(q, keys[i // group], values[i // group]) for i, q in enumerate(queries)]
         return torch.stack(out).view(batch, heads, seq_q, value.shape[3]).to(query.dtype)
 
@@ -100,24 +101,24 @@ def _attention() -> Callable[..., Any]:
 
 
 def _attention_wide() -> Callable[..., Any]:
-    """torch's flash attention of a CPU in float32: in half types it packs keys or not, depending on
-    how many heads there are for a thread."""
+    """Runs torch's flash attention of a CPU in float32: in half types it packs keys or not,
+    depending on how many heads there are for a thread."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
             scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
             window_right: int = -1) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
+        acc_dtype = torch.promote_types(query.dtype, torch.float32)
         mask = None
         if window_left >= 0 or window_right >= 0 or (is_causal and causal_align == "bottom_right"
                                                      and query.shape[2] != key.shape[2]):
             _, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align,
                                        window_left, window_right, None, query.device)
             assert hidden is not None
-            mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -math.inf)
+            mask = torch.zeros(hidden.shape, dtype=acc_dtype).masked_fill_(hidden, -math.inf)
             mask, is_causal = mask[(None,) * (4 - mask.dim())], False
-        out: Tensor = flash(query.to(wide), key.to(wide), value.to(wide), 0.0, is_causal,
-                            attn_mask=mask, scale=scale)[0]
+        q, k, v = (t.to(acc_dtype) for t in (query, key, value))
+        out: Tensor = flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
         return out.to(query.dtype)
 
     return run
@@ -133,13 +134,13 @@ def _attention_packed() -> Callable[..., Any]:
         batch, seq_q, heads, dim = query.shape
         seq_k = key.shape[1]
         if heads > MAX_GRID:
-            wide = (t.repeat_interleave(heads // t.shape[2], 2) for t in (key, value))
-            parts = zip(*(t.split(MAX_GRID, 2) for t in (query, *wide)))
+            repeated = (t.repeat_interleave(heads // t.shape[2], 2) for t in (key, value))
+            parts = zip(*(t.split(MAX_GRID, 2) for t in (query, *repeated)))
             return torch.cat([run(q, k, v, is_causal, scale, window_left=window_left,
                                   window_right=window_right) for q, k, v in parts], 2)
         starts = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=query.device)
                   for n in (seq_q, seq_k)]
-        # for one query it would fold heads into rows, and split: it is told of two at least
+        # at least two queries, or flash attention would fold heads into rows and split the keys
         out: Tensor = flash(*(_packed(t) for t in (query, key, value)), *starts, max(seq_q, 2),
                             seq_k, 0.0, is_causal, False, scale=scale,
                             window_size_left=window_left, window_size_right=window_right)[0]

@@ -122,7 +122,7 @@ def _mlp() -> Callable[..., Any]:
 
 
 def _mlp_fused() -> Callable[..., Any]:
-    """One matmul for gate and up: fewer launches, and the input is read once."""
+    """Joins gate and up in one matmul: fewer launches, and the input is read once."""
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
             bias_in: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         inner = activate_gated(F.linear(x, weight_in, bias_in), activation, True)

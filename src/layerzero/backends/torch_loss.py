@@ -23,7 +23,7 @@ def _chunks(rows: int, vocab: int, dtype: torch.dtype, budget: int) -> Iterator[
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
 
 
-def _wide_dtype(t: Tensor) -> torch.dtype:
+def _acc_dtype(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
@@ -59,7 +59,7 @@ class _Rows:
 def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float,
                 reduction: str) -> Tensor:
     out = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).to(_wide_dtype(logits)), targets.reshape(-1).long(),
+        logits.reshape(-1, logits.shape[-1]).to(_acc_dtype(logits)), targets.reshape(-1).long(),
         ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
     return out.view(targets.shape) if reduction == "none" else out
 
@@ -74,14 +74,14 @@ def _cross_entropy() -> Callable[..., Any]:
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
     budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES
-    return _chunks(logits.shape[0], logits.shape[1], _wide_dtype(logits), budget)
+    return _chunks(logits.shape[0], logits.shape[1], _acc_dtype(logits), budget)
 
 
 def _row_losses(logits: Tensor, rows: _Rows, label_smoothing: float) -> Tensor:
-    losses = logits.new_empty(logits.shape[0], dtype=_wide_dtype(logits))
+    losses = logits.new_empty(logits.shape[0], dtype=_acc_dtype(logits))
     for part in _row_chunks(logits):
         losses[part] = rows.losses(part,
-                                   torch.log_softmax(logits[part], 1, dtype=_wide_dtype(logits)),
+                                   torch.log_softmax(logits[part], 1, dtype=_acc_dtype(logits)),
                                    label_smoothing)
     return losses
 
@@ -102,7 +102,7 @@ class _ChunkedLosses(torch.autograd.Function):
         weight = grad * rows.valid
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for part in _row_chunks(logits):
-            p = torch.softmax(logits[part], 1, dtype=_wide_dtype(logits))
+            p = torch.softmax(logits[part], 1, dtype=_acc_dtype(logits))
             out[part] = rows.gradient(part, p, ctx.label_smoothing, weight[part])
         return out, None, None
 
@@ -132,9 +132,9 @@ def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Te
     """Adds a chunk's gradient of the weight to the total; half types are summed in float32."""
     if total is None:
         return grad_logits.t() @ hidden
-    if _wide_dtype(hidden) == hidden.dtype:
+    if _acc_dtype(hidden) == hidden.dtype:
         return total.addmm_(grad_logits.t(), hidden)
-    return total.to(_wide_dtype(hidden)).add_(grad_logits.t() @ hidden)
+    return total.to(_acc_dtype(hidden)).add_(grad_logits.t() @ hidden)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -143,16 +143,17 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _Rows,
                 label_smoothing: float) -> Tensor:
-        wide = _wide_dtype(hidden)
-        total = hidden.new_zeros((), dtype=wide)
+        acc_dtype = _acc_dtype(hidden)
+        total = hidden.new_zeros((), dtype=acc_dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight and not len(hidden) else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
-        row_weights = rows.valid.to(wide)
-        for part in _chunks(hidden.shape[0], weight.shape[0], wide, CHUNK_BYTES):
+        grad_bias = (torch.zeros_like(bias, dtype=acc_dtype) if bias is not None and needs_bias
+                     else None)
+        row_weights = rows.valid.to(acc_dtype)
+        for part in _chunks(hidden.shape[0], weight.shape[0], acc_dtype, CHUNK_BYTES):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            log_p = torch.log_softmax(logits, 1, dtype=wide)
+            log_p = torch.log_softmax(logits, 1, dtype=acc_dtype)
             total += rows.losses(part, log_p, label_smoothing).sum()
             grad_logits = rows.gradient(part, log_p.exp_(), label_smoothing, row_weights[part])
             if grad_bias is not None:
@@ -181,7 +182,7 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             total = _LinearLoss.apply(flat, weight, bias, rows, label_smoothing)
             return total if reduction == "sum" else total / rows.valid.sum()
-        losses = flat.new_empty(flat.shape[0], dtype=_wide_dtype(hidden))
+        losses = flat.new_empty(flat.shape[0], dtype=_acc_dtype(hidden))
         for part in _chunks(flat.shape[0], weight.shape[0], losses.dtype, CHUNK_BYTES):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype),

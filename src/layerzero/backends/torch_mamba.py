@@ -44,17 +44,17 @@ def _convolve() -> Callable[..., Any]:
 
     def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
                 padding: int) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        width, inputs = weight.shape[1], x.to(wide)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        width, inputs = weight.shape[1], x.to(acc_dtype)
         with torch.autocast(x.device.type, enabled=False):
             if x.shape[2] == width and not padding:    # a token: torch's takes longer to begin
-                out = (inputs * weight.to(wide)).sum(-1, keepdim=True)
-                out = out if bias is None else out + bias.to(wide)[:, None]
+                out = (inputs * weight.to(acc_dtype)).sum(-1, keepdim=True)
+                out = out if bias is None else out + bias.to(acc_dtype)[:, None]
             elif x.device.type == "cpu":
-                out = _sum_of_products(F.pad(inputs, (padding, 0)), weight.to(wide), bias)
+                out = _sum_of_products(F.pad(inputs, (padding, 0)), weight.to(acc_dtype), bias)
             else:
-                out = F.conv1d(inputs, weight.to(wide)[:, None],
-                               None if bias is None else bias.to(wide), padding=padding,
+                out = F.conv1d(inputs, weight.to(acc_dtype)[:, None],
+                               None if bias is None else bias.to(acc_dtype), padding=padding,
                                groups=len(weight))[..., :x.shape[2]]
         return (F.silu(out) if activation else out).to(x.dtype).contiguous()
 
@@ -76,10 +76,10 @@ def _update() -> Callable[..., Any]:
     def run(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
             D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
             dt_softplus: bool = False) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
         batch, heads, _ = x.shape
         groups = B.shape[1]
-        inputs, step, decay = x.to(wide), dt.to(wide), A.to(wide)
+        inputs, step, decay = x.to(acc_dtype), dt.to(acc_dtype), A.to(acc_dtype)
         # of a whole head: one number instead of head_dim * state_dim; a gradient has them all
         shared = [dt, A] if dt_bias is None else [dt, A, dt_bias]
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in shared)
@@ -87,19 +87,19 @@ def _update() -> Callable[..., Any]:
             step, decay = step[..., :1], decay[:, :1, :1]
             dt_bias = None if dt_bias is None else dt_bias[:, :1]
         if dt_bias is not None:
-            step = step + dt_bias.to(wide)
+            step = step + dt_bias.to(acc_dtype)
         if dt_softplus:
             step = F.softplus(step)
-        keys, queries = (t.to(wide)[:, :, None].expand(-1, -1, heads // groups, -1)
+        keys, queries = (t.to(acc_dtype)[:, :, None].expand(-1, -1, heads // groups, -1)
                          .reshape(batch, heads, t.shape[-1]) for t in (B, C))
-        new = torch.addcmul(state.to(wide) * (step[..., None] * decay).exp(),
+        new = torch.addcmul(state.to(acc_dtype) * (step[..., None] * decay).exp(),
                             (step * inputs)[..., None], keys[:, :, None])
         with torch.autocast(x.device.type, enabled=False):
             out = (new @ queries[..., None])[..., 0]
         if D is not None:
-            out = out + D.to(wide) * inputs
+            out = out + D.to(acc_dtype) * inputs
         if z is not None:
-            out = out * F.silu(z.to(wide))
+            out = out * F.silu(z.to(acc_dtype))
         return out.to(x.dtype), new.to(state.dtype)
 
     return run
@@ -146,7 +146,7 @@ KERNELS = (
            workspace="8 * batch * heads * head_dim * state_dim"),
     Kernel("torch.mamba_chunk_scan", mamba_chunk_scan, _scan, prior=4.0, overhead_us=150.0,
            baseline=True, workspace="16 * batch * seq * heads * (64 + head_dim + state_dim)",
-           # cuBLAS adds up so many products in float32 one by one: ten times the eager error
+           # cuBLAS adds up this many products in float32 one by one: ten times the eager error
            requires=(r.at_least("seq", 1, Code.EMPTY_INPUT),
                      r.when(r.device("cuda"), r.at_most("state_dim", 1024)))),
 )

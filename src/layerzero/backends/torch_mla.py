@@ -98,9 +98,9 @@ def mla_padded_decode(
                    ckv_cache.shape[1], max_seqlen_q)
     pages, seen = full_width(block_table, context_lens, ckv_cache.shape[1], -1)
     ckv, kpe = (gather_visible(cache, pages, seen) for cache in (ckv_cache, kpe_cache))
-    wide = torch.promote_types(q_nope.dtype, torch.float32)
-    scores = torch.baddbmm(q_pe @ kpe.transpose(1, 2), q_nope, ckv.transpose(1, 2)).to(wide) * scale
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    acc_dtype = torch.promote_types(q_nope.dtype, torch.float32)
+    scores = torch.baddbmm(q_pe @ kpe.transpose(1, 2), q_nope, ckv.transpose(1, 2))
+    scores = (scores.to(acc_dtype) * scale).masked_fill(~seen[:, None], -math.inf)
     weights = torch.softmax(scores, -1).masked_fill((context_lens == 0)[:, None, None], 0.0)
     out = (weights.to(ckv.dtype) @ ckv).to(q_nope.dtype)
     return (out, torch.logsumexp(scores, -1)) if return_lse else out

@@ -59,7 +59,8 @@ def _grouped_loop() -> Callable[..., Any]:
 
 
 def _grouped_mm() -> Callable[..., Any]:
-    """One call for all groups. It leaves rows past the last group unset; they are zeroed here."""
+    """Multiplies all groups in one call, which leaves rows past the last group unset; these are
+    zeroed here."""
     product = torch._grouped_mm
 
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
@@ -177,16 +178,16 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
         experts, slots = w_gate_up.shape[0], ids.shape[-1]
         local = assign_experts(ids, experts, expert_offset, capacity)
         expert = prepare(w_gate_up, w_down, activation, gate_first)
-        flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
-        routing_weights = weights.reshape(-1, 1).to(wide)
+        flat, acc_dtype = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+        routing_weights = weights.reshape(-1, 1).to(acc_dtype)
         if len(flat) == 1:                     # one token: nothing to sort or scatter
             result_of_token = _one_token(flat, local.tolist(), routing_weights, expert, experts,
-                                         weight_on, wide)
+                                         weight_on, acc_dtype)
             return result_of_token.to(x.dtype).view(x.shape)
         order = local.argsort(stable=True)
         counts = torch.bincount(local, minlength=experts + 1).tolist()
         tokens, routing_weights = order // slots, routing_weights[order]
-        out = torch.zeros(flat.shape, dtype=wide, device=x.device)
+        out = torch.zeros(flat.shape, dtype=acc_dtype, device=x.device)
         start = 0
         for e, count in enumerate(counts[:experts]):
             if not count:
@@ -195,25 +196,25 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
             start += count
             rows = flat[own_tokens]
             if weight_on == "input":
-                rows = (rows.to(wide) * weight).to(x.dtype)
+                rows = (rows.to(acc_dtype) * weight).to(x.dtype)
             result = expert(rows, e)
             out = out.index_add(0, own_tokens, result * weight if weight_on == "output"
-                                else result.to(wide))
+                                else result.to(acc_dtype))
         return out.to(x.dtype).view(x.shape)
 
     return run
 
 
 def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: Expert,
-               experts: int, weight_on: str, wide: torch.dtype) -> Tensor:
-    out = torch.zeros(flat.shape, dtype=wide, device=flat.device)
+               experts: int, weight_on: str, acc_dtype: torch.dtype) -> Tensor:
+    out = torch.zeros(flat.shape, dtype=acc_dtype, device=flat.device)
     for slot, e in enumerate(local):
         if e == experts:
             continue
         if weight_on == "output":
             out = out + expert(flat, e) * routing_weights[slot]
         else:
-            out = out + expert((flat.to(wide) * routing_weights[slot]).to(flat.dtype), e)
+            out = out + expert((flat.to(acc_dtype) * routing_weights[slot]).to(flat.dtype), e)
     return out
 
 
@@ -283,18 +284,18 @@ def _sorted_experts() -> Callable[..., Any]:
         ends = torch.searchsorted(local[order], torch.arange(experts, device=x.device),
                                   right=True).int()
         flat = x.reshape(-1, x.shape[-1])
-        wide = torch.promote_types(x.dtype, torch.float32)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
         rows = flat[order // slots]
         if weight_on == "input":
-            rows = (rows.to(wide) * weights.reshape(-1, 1)[order].to(wide)).to(x.dtype)
+            rows = (rows.to(acc_dtype) * weights.reshape(-1, 1)[order].to(acc_dtype)).to(x.dtype)
         inner = activate_gated(product(rows, w_gate_up.mT, ends), activation, gate_first)
         result = product(inner, w_down.mT, ends)
         results = torch.empty_like(result).index_copy_(0, order,
                                                        result).view(-1, slots, x.shape[-1])
         unserved = (local == experts).view(-1, slots, 1)       # rows that were never written
-        results = results.to(wide).masked_fill(unserved, 0.0)
+        results = results.to(acc_dtype).masked_fill(unserved, 0.0)
         if weight_on == "output":
-            results = results * weights.reshape(-1, slots, 1).to(wide)
+            results = results * weights.reshape(-1, slots, 1).to(acc_dtype)
         return results.sum(1).to(x.dtype).view(x.shape)
 
     return run
@@ -312,15 +313,15 @@ def _masked_experts() -> Callable[..., Any]:
         ids, weights = _routing(topk_ids, topk_weights, logits, top_k, scoring, normalize)
         experts = w_gate_up.shape[0]
         local = assign_experts(ids, experts, expert_offset, capacity).view(-1, ids.shape[-1])
-        flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
-        routing_weights = weights.reshape(local.shape).to(wide)
-        out = torch.zeros(flat.shape, dtype=wide, device=x.device)
+        flat, acc_dtype = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+        routing_weights = weights.reshape(local.shape).to(acc_dtype)
+        out = torch.zeros(flat.shape, dtype=acc_dtype, device=x.device)
         for e in range(experts):
             chosen = local == e
             weight = torch.where(chosen, routing_weights, 0.0).sum(-1, keepdim=True)
-            rows = flat if weight_on == "output" else (flat.to(wide) * weight).to(x.dtype)
+            rows = flat if weight_on == "output" else (flat.to(acc_dtype) * weight).to(x.dtype)
             result = F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first),
-                              w_down[e]).to(wide)
+                              w_down[e]).to(acc_dtype)
             result = result * weight if weight_on == "output" else result
             # overflows of others stay out
             out = torch.where(chosen.any(-1, keepdim=True), out + result, out)

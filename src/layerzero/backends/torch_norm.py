@@ -32,8 +32,9 @@ def _rms_norm() -> Direct:
         if weight is None or offset == 0.0:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
         # weight + offset would be rounded in a half type
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        out = torch.rms_norm(x.to(acc_dtype), x.shape[-1:], weight.to(acc_dtype) + offset, eps)
+        return out.to(x.dtype)
 
     return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=general)
 
@@ -63,7 +64,8 @@ def _group_norm() -> Direct:
 
 
 def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
-    """torch takes weight and bias in the input's dtype; half types on the CPU, float32 too."""
+    """Returns the rules for dtypes of weight and bias: torch takes that of the input, and float32
+    too for half types on the CPU."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
     rules: list[r.Condition] = []
     for name in ("weight", "bias"):

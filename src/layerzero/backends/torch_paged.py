@@ -85,8 +85,8 @@ def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor 
                       scale: float | None, softcap: float) -> Part:
     """Computes softmax step by step, with the query heads of one KV head as rows of one matmul."""
     q = group_heads(query, key.shape[1])
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.flatten(1, 2) @ key.permute(1, 2, 0)).unflatten(1, q.shape[1:3]).to(wide)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.flatten(1, 2) @ key.permute(1, 2, 0)).unflatten(1, q.shape[1:3]).to(acc_dtype)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -124,9 +124,9 @@ def _pieces() -> Callable[..., Any]:
 
 def _scale_heads(t: Tensor, scale: Tensor, kv_heads: int) -> Tensor:
     """Returns (tokens, heads, dim) times one number, or one per KV head."""
-    wide = torch.promote_types(t.dtype, torch.float32)
-    return (t.unflatten(1, (kv_heads, -1)).to(wide) * scale.to(wide).reshape(-1, 1, 1)).to(
-        t.dtype).flatten(1, 2)
+    acc_dtype = torch.promote_types(t.dtype, torch.float32)
+    scaled = t.unflatten(1, (kv_heads, -1)).to(acc_dtype) * scale.to(acc_dtype).reshape(-1, 1, 1)
+    return scaled.to(t.dtype).flatten(1, 2)
 
 
 # padded: decode on any device, nothing is read on the host
@@ -153,10 +153,10 @@ def padded_decode(
     q, mask = scaled_query.unflatten(1, (kv_heads, -1)), seen[:, None, None]
     lse = None
     if return_lse:
-        wide = torch.zeros(mask.shape, dtype=torch.promote_types(query.dtype, torch.float32),
+        upcast = torch.zeros(mask.shape, dtype=torch.promote_types(query.dtype, torch.float32),
                            device=query.device)
         out, lse = cpu_flash()(q, key, value, 0.0, False,
-                                attn_mask=wide.masked_fill(~mask, -math.inf), scale=scale)
+                                attn_mask=upcast.masked_fill(~mask, -math.inf), scale=scale)
         lse = lse.flatten(1).masked_fill((context_lens == 0)[:, None], -math.inf)
     else:
         out = scaled_dot_product_attention(q, key, value, mask, scale=scale)

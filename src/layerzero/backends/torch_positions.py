@@ -101,11 +101,11 @@ def _alibi() -> Callable[..., Any]:
         # position of the last query
         last = seq_k - 1 if causal_align == "bottom_right" else seq_q - 1
         distance = torch.arange(-last, seq_q + seq_k - 1 - last, device=slopes.device)
-        wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-        row = wide[:, None] * -distance.abs()
+        upcast = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+        row = upcast[:, None] * -distance.abs()
         if is_causal:
             row = row.masked_fill(distance > 0, -torch.inf)
-        # the gradient is a sum over all rows, in the wide dtype
+        # the gradient is a sum over all rows, in float32 or wider
         if not slopes.requires_grad:
             row = row.to(slopes.dtype)
         return (row[:, None] if seq_q == 1 else row.unfold(1, seq_k, 1).flip(1)).to(slopes.dtype)

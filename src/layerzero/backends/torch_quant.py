@@ -147,12 +147,12 @@ def _quantize() -> Callable[..., Any]:
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
-        wide = x.detach().float()
+        upcast = x.detach().float()
         # If the sum is finite, so is every value. Not on a GPU, which would be synchronised.
         all_finite = (type(x) in PLAIN_TENSORS and x.device.type == "cpu"
-                      and bool(wide.sum().isfinite()))
+                      and bool(upcast.sum().isfinite()))
         if scales is None:
-            finite = wide if all_finite else wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            finite = upcast if all_finite else upcast.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             scales, zeros, global_scale = make_scales(
                 finite, fmt, granularity, block_size, block_rows, symmetric, global_scale)
         else:
@@ -161,7 +161,7 @@ def _quantize() -> Callable[..., Any]:
             if global_scale is not None:
                 global_scale = global_scale.to(torch.float32, copy=True)
         factors = scales.float() if global_scale is None else scales.float() * global_scale.float()
-        ratio = _combine_blocks(torch.div, wide, factors, block_size, block_rows)
+        ratio = _combine_blocks(torch.div, upcast, factors, block_size, block_rows)
         shift = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
         codes = _encode(ratio, fmt, shift, all_finite)
         return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
@@ -224,14 +224,14 @@ def _dequantized_linear() -> Callable[..., Any]:
         if global_scale is not None:
             scales = scales.float() * global_scale.float()
         # a small scale would lose precision in float16, the values of a table in any half type
-        wide = (torch.float32 if x.dtype == torch.float16 or format in ("nf4", "nvfp4")
+        acc_dtype = (torch.float32 if x.dtype == torch.float16 or format in ("nf4", "nvfp4")
                 else x.dtype)
         parts = []
         for i, j in _slices(x, n, k, share):
             scale_rows = slice(i // share, -(-j // share))
             weight = _dequantize_codes(weight_q[i:j], scales[scale_rows],
                                        None if zeros is None else zeros[scale_rows], fmt, k,
-                                       group_size or k, share, wide).to(x.dtype)
+                                       group_size or k, share, acc_dtype).to(x.dtype)
             parts.append(F.linear(x, weight, None if bias is None else bias[i:j]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
@@ -288,9 +288,9 @@ def _int4_linear() -> Callable[..., Any]:
     def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
             bias: Tensor | None = None, *, format: str, group_size: int = 0) -> Tensor:
         def pack_scales(scales: Tensor, *zeros: Tensor) -> Tensor:
-            wide = scales.float()
-            shift = (8.0 - zeros[0].float()) * wide if zeros else torch.zeros_like(wide)
-            return torch.stack((wide.t(), shift.t()), -1).to(x.dtype).contiguous()
+            upcast = scales.float()
+            shift = (8.0 - zeros[0].float()) * upcast if zeros else torch.zeros_like(upcast)
+            return torch.stack((upcast.t(), shift.t()), -1).to(x.dtype).contiguous()
 
         scale_tensors = (scales,) if zeros is None else (scales, zeros)
         packed = PACKED.get("int4", pack_codes, weight_q)

@@ -282,14 +282,14 @@ def _draw_among(weights: Tensor, ids: Tensor, uniform: Tensor) -> Selection:
 
 def draw_in_blocks(weights: Tensor, uniform: Tensor) -> Selection:
     """Draws among many tokens: first the block, then the token in it, with sums in float64."""
-    wide, vocab = uniform.dtype, weights.shape[-1]
+    acc_dtype, vocab = uniform.dtype, weights.shape[-1]
     split = (pad(weights, (0, -vocab % BLOCK)) if vocab % BLOCK
              else weights).unflatten(1, (-1, BLOCK))
-    sums = split.sum(-1, dtype=wide)
+    sums = split.sum(-1, dtype=acc_dtype)
     cumulative = sums.cumsum(-1)
     total = cumulative[:, -1:]
     block = first_beyond(sums, cumulative, uniform * total)
-    inside = split.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].to(wide)
+    inside = split.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].to(acc_dtype)
     rest = uniform * total - pad(cumulative, (1, -1)).gather(1, block)
     column = first_beyond(inside, inside.cumsum(-1), rest)
     return block * BLOCK + column, inside.gather(1, column), total
@@ -337,7 +337,7 @@ def verify_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walks down each row's tree; only distributions of nodes on the path are read."""
     batch, count = draft_tokens.shape
-    vocab, wide = target_probs.shape[-1], torch.float64
+    vocab, acc_dtype = target_probs.shape[-1], torch.float64
     uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows,
                              offset, generator)
     uniforms_of_rows = uniform.tolist()
@@ -345,8 +345,8 @@ def verify_tree(
     ends = []
     for row, (tokens, parents_of_row) in enumerate(zip(draft_tokens.tolist(), parents.tolist())):
         path: list[int] = []
-        last_node, p = -1, normalize(clean_probs(target_probs[row, 0], wide))
-        q = None if draft_probs is None else normalize(clean_probs(draft_probs[row, 0], wide))
+        last_node, p = -1, normalize(clean_probs(target_probs[row, 0], acc_dtype))
+        q = None if draft_probs is None else normalize(clean_probs(draft_probs[row, 0], acc_dtype))
         for node in range(count):
             token = tokens[node]
             if parents_of_row[node] != last_node or not 0 <= token < vocab:
@@ -354,9 +354,9 @@ def verify_tree(
             if uniforms_of_rows[row][node] * (1.0 if q is None
                                               else float(q[token])) < float(p[token]):
                 path.append(node)
-                last_node, p = node, normalize(clean_probs(target_probs[row, node + 1], wide))
+                last_node, p = node, normalize(clean_probs(target_probs[row, node + 1], acc_dtype))
                 q = (None if draft_probs is None
-                     else normalize(clean_probs(draft_probs[row, node + 1], wide)))
+                     else normalize(clean_probs(draft_probs[row, node + 1], acc_dtype)))
                 continue
             drafted = (one_hot(draft_tokens[row, node].view(1, 1).to(torch.int64), p[None])[0]
                        if q is None else q)
@@ -366,7 +366,7 @@ def verify_tree(
                 q = normalize(q)
         paths.append(path)
         ends.append(p)
-    weights = torch.stack(ends) if ends else target_probs.new_empty((0, vocab), dtype=wide)
+    weights = torch.stack(ends) if ends else target_probs.new_empty((0, vocab), dtype=acc_dtype)
     following, _, total = draw_in_blocks(weights, uniform[:, -1:])
     nodes = torch.tensor([path + [-1] * (count - len(path)) for path in paths],
                          dtype=torch.int64).view(batch, count)

@@ -85,7 +85,8 @@ def _sdpa() -> Direct:
 
 
 def _sdpa_bias() -> Callable[..., Any]:
-    """torch's own choice, with everything that depends on position folded into an additive mask."""
+    """Leaves the choice to torch; everything that depends on position is folded into an additive
+    mask."""
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
             dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, *,
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
@@ -115,7 +116,7 @@ def _flash_lse() -> Direct:
 
 
 def _flash_decode() -> Direct:
-    """One query that sees every key: without is_causal, which torch would align top-left."""
+    """Runs one query that sees every key, without is_causal, which torch would align top-left."""
     return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value",
                   Const(0.0), Const(False), scale="scale", item=0)
 

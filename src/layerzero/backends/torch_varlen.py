@@ -44,7 +44,7 @@ FLASH: tuple[r.Condition, ...] = (
 
 
 def _varlen() -> Callable[..., Any]:
-    """torch.nn.attention.varlen; later versions have a flag for grouped heads."""
+    """Calls torch.nn.attention.varlen, whose later versions have a flag for grouped heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

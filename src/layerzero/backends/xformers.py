@@ -85,8 +85,8 @@ def align_rows(mask: Tensor) -> Tensor:
         and mask.data_ptr() % 16 == 0):
         return mask
     width = mask.shape[-1]
-    wide = mask.new_empty((*mask.shape[:-1], -(-width // step) * step))[..., :width]
-    return wide.copy_(mask)
+    padded = mask.new_empty((*mask.shape[:-1], -(-width // step) * step))[..., :width]
+    return padded.copy_(mask)
 
 
 KERNELS = (

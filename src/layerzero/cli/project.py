@@ -63,10 +63,11 @@ def targets(folder: Path, workload: bool) -> tuple[Path, ...]:
 
 
 def check_absent(paths: Sequence[Path]) -> None:
-    there = [str(path) for path in paths if path.exists()]
-    if there:
-        raise ConfigError(f"lz init: {', '.join(there)} {'is' if len(there) == 1 else 'are'} there "
-                          "already; --force replaces, or --dir names another project")
+    existing = [str(path) for path in paths if path.exists()]
+    if existing:
+        verb = "is" if len(existing) == 1 else "are"
+        raise ConfigError(f"lz init: {', '.join(existing)} {verb} there already; --force replaces, "
+                          "or --dir names another project")
 
 
 def policy_text() -> str:

@@ -109,7 +109,7 @@ def progress(*columns: ProgressColumn, total: float | None = None) -> Iterator[C
 def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
     """Print on stderr every LINE_SECONDS how far it is, also while one step takes longer."""
     state: dict[str, Any] = {"completed": 0, "total": total, "description": ""}
-    stream, began, ended = sys.stderr, time.monotonic(), threading.Event()
+    stream, start, ended = sys.stderr, time.monotonic(), threading.Event()
 
     def update(advance: int = 0, **changes: Any) -> None:
         state.update(changes)
@@ -118,7 +118,7 @@ def _progress_lines(total: float | None) -> Iterator[Callable[..., None]]:
     def print_lines() -> None:
         while not ended.wait(LINE_SECONDS):
             print("{completed} of {total}: {description}".format(**state)
-                  + f" ({time.monotonic() - began:.0f} s)", file=stream, flush=True)
+                  + f" ({time.monotonic() - start:.0f} s)", file=stream, flush=True)
 
     thread = threading.Thread(target=print_lines, name="lz progress", daemon=True)
     thread.start()

@@ -157,8 +157,8 @@ def aten_operator(fn: Callable[..., Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _aten_operator(fn: Callable[..., Any]) -> Any:
-    places = (torch, torch._C._nn, torch._C._VariableFunctions)
-    is_torchs = any(getattr(place, fn.__name__, None) is fn for place in places)
+    namespaces = (torch, torch._C._nn, torch._C._VariableFunctions)
+    is_torchs = any(getattr(namespace, fn.__name__, None) is fn for namespace in namespaces)
     packet = getattr(torch.ops.aten, fn.__name__, None) if is_torchs else None
     return packet.default if packet is not None and "default" in packet.overloads() else None
 

@@ -175,7 +175,7 @@ class Dispatcher:
         `values` are those of the call it is made for, so that a better kernel can be compiled for
         calls like it.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         world, plan, kernel, binding = self._select(world, facts, override)
         step = plan.steps[0]
         if values is not None:
@@ -188,7 +188,7 @@ class Dispatcher:
                 self.op.name, facts["device"], step.workspace, plan.refused_workspace):
             # from now on the clock looks at what is free
             worlds.call_with_current(clock.schedule)
-        micros = (time.perf_counter() - began) * 1e6
+        micros = (time.perf_counter() - start) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         explained = (world.plan(self.op, facts, override, thorough=True) if events.wants_reasons()
@@ -365,7 +365,7 @@ class Dispatcher:
             # another op changed: the cache holds
             self.world, self.cache = self.installed = world, self.cache
             return
-        program = world.program(self.op)
+        program = world.program(self.op, previous=self.world)
         cache = OpCache(world.policy.setting("cache_size"), self._emit_evicted)
         # An op without tensors takes the slow path, which costs little beside its work.
         if self.op.read is None and (self.program is None or program.id != self.program.id):
@@ -446,7 +446,7 @@ def _after_fork() -> None:
 
 
 def _install_if_behind(world: World) -> None:
-    """The fork may have come between two dispatchers taking over a new world."""
+    """Installs the world in dispatchers that lack it: a fork may come while they take it over."""
     if any(d.world is not None and d.world is not world for d in list(dispatchers.values())):
         _install(world)
 

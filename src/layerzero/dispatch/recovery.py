@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..machine import faults, loading, watchdog
@@ -24,6 +25,7 @@ from ..world.incidents import (
     refuse,
     sdpa_disabled_error,
 )
+from ..world.snapshot import World
 from . import protection, wrapping
 from .background.exploring import Exploring
 from .cache import Entry
@@ -88,28 +90,40 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
         except faults.FAULTS as next_fault:
             blame(world, kernel, next_fault, failures, op.name, facts, plain)
             continue
-        if kernel.health in worlds.current().health:
-            count_success(kernel)
-        dispatcher.ledger.count_fallback(kernel.id)
-        _count_faults(dispatcher, failures)
-        for failure in failures:
-            if failure.reason.code is Code.OUT_OF_MEMORY and failure.name in world.catalog.by_id:
-                failed = world.catalog.by_id[failure.name]
-                count_shortage(failed, facts, failure.reason, dispatcher.calls_of(failed.id))
-        events.emit(Fallback(op.name, failures[0].name, kernel.id, failures[0].reason))
+        _count_fallback(dispatcher, world, kernel, facts, failures)
         return out
+    raise _all_failed(dispatcher, world, entry, failures) from fault
+
+
+def _count_fallback(dispatcher: Dispatcher, world: World, served_by: Kernel,
+                    facts: Mapping[str, Any], failures: list[Failure]) -> None:
+    """Count the faults of the kernels that failed before one served, and tell of it."""
+    if served_by.health in worlds.current().health:
+        count_success(served_by)
+    dispatcher.ledger.count_fallback(served_by.id)
+    _count_faults(dispatcher, failures)
+    for failure in failures:
+        if failure.reason.code is Code.OUT_OF_MEMORY and failure.name in world.catalog.by_id:
+            failed = world.catalog.by_id[failure.name]
+            count_shortage(failed, facts, failure.reason, dispatcher.calls_of(failed.id))
+    events.emit(Fallback(dispatcher.op.name, failures[0].name, served_by.id, failures[0].reason))
+
+
+def _all_failed(dispatcher: Dispatcher, world: World, entry: Entry,
+                failures: list[Failure]) -> Exception:
+    """Return the error of a call on which every kernel of the plan failed. Where several did, the
+    call is wrong, and no fault is counted."""
+    op, plan = dispatcher.op, entry.plan
     if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
-        raise sdpa_disabled_error(world, op, entry.plan, failures, context.current.get()) from fault
-    # if several kernels fail on one call, the call is wrong
+        return sdpa_disabled_error(world, op, plan, failures, context.current.get())
     if len(failures) == 1:
         _count_faults(dispatcher, failures)
     lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
-    named = (f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked
-             else "")
+    named = f" (named by {plan.locked}, so nothing else was tried)" if plan.locked else ""
     short = all(failure.reason.code is Code.OUT_OF_MEMORY for failure in failures)
     error = faults.KernelOutOfMemory if short else KernelExecutionError
-    raise error(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
-                [failure.reason for failure in failures]) from fault
+    return error(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
+                 [failure.reason for failure in failures])
 
 
 def _count_faults(dispatcher: Dispatcher, failures: list[Failure]) -> None:

@@ -22,7 +22,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def expand_path(text: str, variable: str) -> Path:
-    """`text` as a path with ~ expanded; an error asks the user to set `variable`."""
+    """Returns a path with ~ expanded; an error asks the user to set `variable`."""
     try:
         return Path(text).expanduser()
     except RuntimeError as e:

@@ -195,7 +195,8 @@ _UNSEEN = re.compile(
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: characters that would steer it or reorder the line become escapes."""
+    """Returns text for a terminal: characters that would steer it or reorder the line are
+    escaped."""
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape",
                                                      "surrogatepass").decode("ascii"), text)
 

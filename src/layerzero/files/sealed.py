@@ -164,7 +164,7 @@ class SealedFolder:
                     raise UntrustedFile(_unreadable(path, e)) from e
                 try:
                     content = _content(file)
-                    self._check(folder, parts, content, ours=_is_ours(file))
+                    self._check(folder, parts, content, owned=_is_owned(file))
                     return file, content
                 except BaseException as e:
                     os.close(file)
@@ -260,7 +260,7 @@ class SealedFolder:
         with _open_folders(self.root, (self.name, *parts)) as folder:
             yield folder
 
-    def _check(self, folder: _Folder, parts: tuple[str, ...], content: bytes, ours: bool) -> None:
+    def _check(self, folder: _Folder, parts: tuple[str, ...], content: bytes, owned: bool) -> None:
         path = self.path(*parts)
         try:
             file = folder.open(f"{parts[-1]}.seal")
@@ -281,7 +281,7 @@ class SealedFolder:
                 f"{path} is not the file that was sealed: wanted sha256 {sealed_digest[:16]}, got "
                 f"{digest[:16]}; it is not used")
         # root's, and only root can write here: the digest is enough
-        if not ours:
+        if not owned:
             return
         try:
             key = self.key()
@@ -338,7 +338,7 @@ class _Folder:
         except OSError as e:
             raise UntrustedFile(f"the seal key cannot be read: {_unreadable(path, e)}") from e
         try:
-            if _POSIX and (not _is_ours(file) or os.fstat(file).st_mode & _OTHERS_ANY):
+            if _POSIX and (not _is_owned(file) or os.fstat(file).st_mode & _OTHERS_ANY):
                 raise UntrustedFile(
                     f"{path} can be read by others, so it is no secret; delete it and build or "
                     f"verify again (or, if you alone use this machine: chmod 600 {path})")
@@ -470,7 +470,8 @@ def _content(file: int) -> bytes:
         return opened.read()
 
 
-def _is_ours(file: int) -> bool:
+def _is_owned(file: int) -> bool:
+    """Returns whether the file belongs to the user of this process."""
     return not _POSIX or os.fstat(file).st_uid == os.geteuid()
 
 

@@ -20,11 +20,11 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 class BuildPart(NamedTuple):
-    """A part of the build, as messages name it: "the CPU kernels", "them"."""
+    """A part of the build, as messages name it."""
 
-    name: str
-    ours: str
-    pronoun: str
+    name: str                                  # "building the CPU kernels needs a C++ compiler"
+    title: str                                 # "LayerZero works without its own CPU kernels"
+    pronoun: str                               # "LayerZero works without them"
 
 
 def build(part: BuildPart, path: Path, source: Path, target: str, force: bool,
@@ -51,11 +51,11 @@ def build(part: BuildPart, path: Path, source: Path, target: str, force: bool,
             say(f"{source.name} took {time.perf_counter() - started:.0f} s")
             store.adopt(draft, *parts)
     except DataError as e:
-        raise ConfigError(f"{e}; LayerZero works without {part.ours}") from e
+        raise ConfigError(f"{e}; LayerZero works without {part.title}") from e
     except OSError as e:
         raise ConfigError(
             f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
-            f"written; LayerZero works without {part.ours}") from e
+            f"written; LayerZero works without {part.title}") from e
     return path
 
 
@@ -67,7 +67,7 @@ def run_compiler(part: BuildPart, command: list[str]) -> str:
     except OSError as e:
         raise ConfigError(
             f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
-            f"LayerZero works without {part.ours}") from e
+            f"LayerZero works without {part.title}") from e
     _running.add(process)
     try:
         _, output = process.communicate()
@@ -82,7 +82,7 @@ def run_compiler(part: BuildPart, command: list[str]) -> str:
     if process.returncode < 0 or "signal terminated program" in output:
         raise ConfigError(
             f"the C++ compiler was killed, as for lack of memory; run lz build again. LayerZero "
-            f"works without {part.ours}.\n  command: {shlex.join(command)}")
+            f"works without {part.title}.\n  command: {shlex.join(command)}")
     lines = output.splitlines()
     errors = [line for line in lines if "error" in line] or lines
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"

@@ -142,8 +142,8 @@ def _switch(on: bool) -> None:
                     _wrap_loaders(sys.modules[name])
         elif not on and _finder in sys.meta_path:
             sys.meta_path.remove(_finder)
-            for owner, name, stock, ours in _wrapped:
-                if vars(owner).get(name) is ours:      # else someone wrapped it, in vain
+            for owner, name, stock, wrapper in _wrapped:
+                if vars(owner).get(name) is wrapper:      # else someone wrapped it, in vain
                     setattr(owner, name, stock)
             _wrapped.clear()
 
@@ -195,9 +195,9 @@ def _wrap_loaders(module: ModuleType) -> None:
     for method in methods:
         stock = vars(owner).get(method) if isinstance(owner, type) else None
         if isinstance(owner, type) and isinstance(stock, classmethod):     # as the releases have it
-            ours = classmethod(_patching(stock.__func__))
-            _wrapped.append((owner, method, stock, ours))
-            setattr(owner, method, ours)
+            wrapper = classmethod(_patching(stock.__func__))
+            _wrapped.append((owner, method, stock, wrapper))
+            setattr(owner, method, wrapper)
 
 
 def _patching(load: Callable[..., Any]) -> Callable[..., Any]:

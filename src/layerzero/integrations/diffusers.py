@@ -161,17 +161,17 @@ def _replace_processor(module: nn.Module, copies: dict[int, Any],
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
         return kind, ""
-    ours: Any = copies.get(id(processor))
-    if ours is None:
+    served: Any = copies.get(id(processor))
+    if served is None:
         why = _chosen_backend(processor) if hasattr(processor, "_attention_backend") else ""
         if not why:
-            ours, why = _served_copy(processor)
+            served, why = _served_copy(processor)
         if why:
             return kind, why
         # not by setattr: a module would become part of the state
-        vars(ours)[_ORIGINAL] = processor
-        copies[id(processor)] = ours
-    module.processor = ours
+        vars(served)[_ORIGINAL] = processor
+        copies[id(processor)] = served
+    module.processor = served
     undo.callback(_restore_processor, module)
     return kind, ""
 
@@ -254,8 +254,8 @@ def _replace_class(module: nn.Module, component: str, parts: frozenset[str],
     replaced[component, stock.__name__, op] += 1
 
 
-def _restore_class(module: nn.Module, ours: type, stock: type) -> None:
-    if type(module) is ours:                   # another one that came since stays
+def _restore_class(module: nn.Module, served: type, stock: type) -> None:
+    if type(module) is served:                   # another one that came since stays
         module.__class__ = stock
 
 

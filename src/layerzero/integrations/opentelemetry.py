@@ -80,17 +80,17 @@ class _CallSpans:
     def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], start: int,
                ended: int) -> None:
         plan = entry.plan
         first = plan.steps[0]
         call = redaction.SHAPE if redaction.hides("shapes") else describe_call(op, plan.facts)
-        span = self.tracer.start_span("layerzero.dispatch", start_time=began, attributes={
+        span = self.tracer.start_span("layerzero.dispatch", start_time=start, attributes={
             "layerzero.op": op.name, "layerzero.kernel": kernel, "layerzero.chosen": plan.kernel
             or "", "layerzero.call": call,
             "layerzero.transforms": tuple(map(str, first.transforms)),
             "layerzero.transform_cost_total": first.score.transform_us})
-        span.end(max(ended, began))
+        span.end(max(ended, start))
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
                values: tuple[Any, ...]) -> None:

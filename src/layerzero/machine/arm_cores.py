@@ -39,7 +39,7 @@ _CORES: Mapping[int, Mapping[int, str]] = {
 
 
 def core_name(implementer: str, part: str) -> str:
-    """("0x41", "0xd0c") -> "Neoverse-N1"; a core that is not in the table keeps its two numbers."""
+    """Returns a core's name: "Neoverse-N1" for "0x41" and "0xd0c"; the two numbers if unknown."""
     try:
         return _CORES[int(implementer, 16)][int(part, 16)]
     except (KeyError, ValueError):

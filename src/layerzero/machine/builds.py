@@ -175,9 +175,9 @@ def _direct_imports(name: str) -> frozenset[str]:
         base = ".".join([*folder.split(".")[:len(folder.split(".")) - level + 1] * bool(level),
                          *filter(None, [source[level:]])])
         modules.update((base, *(f"{base}.{item}" for item in listed)))
-        # the rooms on the way down: their kernels in C++ are read when they are first needed
-        rooms = base.removeprefix(f"{folder}.").split(".") if base.startswith(f"{folder}.") else []
-        modules.update(".".join((folder, *rooms[:i])) for i in range(1, len(rooms)))
+        # the packages on the way down: their kernels in C++ are read when they are first needed
+        below = base.removeprefix(f"{folder}.").split(".") if base.startswith(f"{folder}.") else []
+        modules.update(".".join((folder, *below[:i])) for i in range(1, len(below)))
     return frozenset(m for m in modules if m.partition(".")[0] == top
                      and not m.startswith("layerzero.spec") and _file_of(m))
 

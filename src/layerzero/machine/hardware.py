@@ -92,7 +92,8 @@ Software = Mapping[str, Any]               # the version fields of a Device
 
 
 def nvidia_device(props: Any, index: int, software: Software, table: Table = GENERATIONS) -> Device:
-    """`props` has name, major, minor, multi_processor_count and total_memory, as in torch."""
+    """Describes an NVIDIA GPU by torch's properties: name, major, minor, multi_processor_count and
+    total_memory."""
     sm = 10 * props.major + props.minor
     row = generation_of(sm, table)
     return Device(
@@ -120,7 +121,7 @@ def xpu_device(props: Any, index: int, software: Software) -> Device:
 
 
 def hpu_device(name: str, index: int, software: Software) -> Device:
-    """The first Gaudi has no fp8; its name carries no number."""
+    """Describes a Gaudi. The first one has no fp8; its name carries no number."""
     return Device("hpu", index, name, "habana", gpu_generation="unknown", supports_bf16=True,
                   supports_fp8=bool(re.search(r"gaudi\s*[2-9]", name, re.IGNORECASE)), **software)
 
@@ -196,7 +197,7 @@ def parse_nvidia_driver(text: str) -> str:
 
 
 def cudnn_text(number: int) -> str:
-    """cuDNN packs its version as 91900 (9.19.0) since 9 and as 8907 (8.9.7) before."""
+    """Returns cuDNN's version as text; it is packed as 91900 (9.19.0) since 9, as 8907 before."""
     major = 10000 if number >= 90000 else 1000
     return f"{number // major}.{number % major // 100}.{number % 100}"
 
@@ -301,7 +302,8 @@ def _read_hpu(index: int, table: Table, software: Software) -> Device:
 
 
 def _read_mps(index: int, table: Table, software: Software) -> Device:
-    """The GPU shares its chip's name and memory with the CPU; Metal has bf16 since macOS 14."""
+    """Describes Apple's GPU, which shares the chip's name and memory with the CPU. Metal has bf16
+    since macOS 14."""
     return Device("mps", index, _apple_brand(), "apple", gpu_generation="unknown",
                   supports_bf16=torch.backends.mps.is_macos_or_newer(14, 0),
                   total_memory=_system_memory(), **software)

@@ -55,7 +55,7 @@ class PastKV(Protocol):
 
     length: int
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
                v: Tensor) -> Tensor: ...
 
 
@@ -66,11 +66,12 @@ class ConcatKV:
         self.config, self.length = config, 0
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor:
         if layer in self._kv:
             k, v = (torch.cat(pair, 1) for pair in zip(self._kv[layer], (k, v)))
         self._kv[layer] = k, v
-        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True,
+        out: Tensor = call_op("attention", query=q, key=k, value=v, is_causal=True,
                          causal_align="bottom_right", layout="bshd",
                          **self.config.attention_options(layer))
         return out
@@ -91,18 +92,19 @@ class CachedKV:
             for _ in range(batch):
                 cache.add()
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor:
         cache, new = self.caches[layer], q.shape[1]
         cache.append(k, v)
         out: Tensor
         if self.kind == "contiguous":
             keys, values = (t[:self.batch, :self.length + new] for t in (cache.key, cache.value))
-            out = do("attention", query=q, key=keys, value=values, is_causal=True,
+            out = call_op("attention", query=q, key=keys, value=values, is_causal=True,
                      causal_align="bottom_right", layout="bshd",
                      **self.config.attention_options(layer))
             return out
         starts = torch.arange(0, self.batch * new + 1, new, dtype=torch.int32, device=q.device)
-        out = do("paged_attention", query=q.flatten(0, 1), key_cache=cache.key,
+        out = call_op("paged_attention", query=q.flatten(0, 1), key_cache=cache.key,
                  value_cache=cache.value, block_table=cache.block_table(),
                  context_lens=cache.context_lens(), cu_seqlens_q=None if new == 1 else starts,
                  max_seqlen_q=new, is_causal=True, **self.config.attention_options(layer))
@@ -186,7 +188,7 @@ def _mlp_parts(c: DecoderConfig, formats: Mapping[str, str],
                linear: Callable[[str, str, str], Iterator[Part]]) -> Iterator[Part]:
     """Yields "mlp_out" from "ln2_out"."""
     apart = (*linear("ln2_out", "in", "fc1"),
-             Glue("activation", lambda wide: activate(c, wide), ("fc1",), ("act",), is_copy=False),
+             Glue("activation", lambda x: activate(c, x), ("fc1",), ("act",), is_copy=False),
              *linear("act", "down", "mlp_out"))
     if formats.get("in", "-") or formats["down"]:  # quantized, or gate and up in two weights
         yield from apart
@@ -236,17 +238,18 @@ Parts = tuple[Union[Stage, Glue], ...]         # with every alternative resolved
 
 
 class Decoder:
-    """`do` runs the ops, `tables` are cos and sin of rope. With `trace` every stage is recorded.
+    """A decoder. `call_op` runs its ops, `tables` are cos and sin of rope; with `trace` every stage
+    is recorded.
 
     `window_tables` are those of the layers with a window, where they differ. `activations` is what
     lz.quantized_linear rounds the inputs of quantized weights to.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], do: OpCaller,
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], call_op: OpCaller,
                  tables: tuple[Tensor, Tensor] | None = None, *, fused: bool = False,
                  trace: Trace | None = None, window_tables: tuple[Tensor, Tensor] | None = None,
                  activations: str = "none") -> None:
-        self.config, self.weights, self.do, self.tables = config, weights, do, tables
+        self.config, self.weights, self.call_op, self.tables = config, weights, call_op, tables
         self.fused, self.trace, self.prefix = fused, trace, ""
         self.window_tables, self.activations = window_tables or tables, activations
         self._parts: dict[tuple[tuple[str, str], ...], Parts] = {}     # weights of a layer -> parts
@@ -282,11 +285,11 @@ class Decoder:
             x = weight.rows(tokens).to(raw_tensor(self.weights["norm"]).dtype)
             self._record("embed", x)
         else:
-            x = self._do("", ("embed",), "embedding", ids=tokens, weight=weight)
+            x = self._call("", ("embed",), "embedding", ids=tokens, weight=weight)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         if self.config.positions == "learned":
-            x = x + self._do("", ("learned",), "embedding", ids=positions,
+            x = x + self._call("", ("learned",), "embedding", ids=positions,
                              weight=self.weights["positions"])
         return x, positions
 
@@ -306,45 +309,45 @@ class Decoder:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def layer(self, i: int, x: Tensor, positions: Tensor, past: PastKV | None = None) -> Tensor:
-        at = f"{i}."
+        layer = f"{i}."
         parts, weights = self._layer(i)
         values = {"layer": i, "input": x, "positions": positions, "past": past, **weights}
         if self.config.positions == "rope":
             tables = self.window_tables if self.config.has_window(i) else self.tables
             assert tables is not None, "a decoder with rope needs tables"
             values["cos"], values["sin"] = tables
-        self._record(f"{at}input", x)
-        self._run(parts, values, at)
+        self._record(f"{layer}input", x)
+        self._run(parts, values, layer)
         out: Tensor = values["output"]
         return out
 
-    def _run(self, parts: Iterable[Stage | Glue], values: dict[str, Any], at: str = "") -> None:
+    def _run(self, parts: Iterable[Stage | Glue], values: dict[str, Any], layer: str = "") -> None:
         """Computes the parts in order and adds their results to `values`."""
         for part in parts:
             if isinstance(part, Stage):
                 arguments = {param: values[name] for param, name in part.takes.items()}
-                out = self._do(at, part.gives, part.op, **arguments, **part.fixed)
+                out = self._call(layer, part.gives, part.op, **arguments, **part.fixed)
             else:
                 out = part.run(*(values[name] for name in part.reads))
             results = out if isinstance(out, tuple) else (out,)
             values.update(zip(part.gives, results))
             if isinstance(part, Glue) and not part.is_copy:    # a rearranged copy is no stage
                 for name, value in zip(part.gives, results):
-                    self._record(f"{at}{name}", value)
+                    self._record(f"{layer}{name}", value)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, past: PastKV | None) -> Tensor:
-        def do(op: str, **arguments: Any) -> Any:
-            return self._do(f"{i}.", ("attn_out",), op, **arguments)
+        def traced_call(op: str, **arguments: Any) -> Any:
+            return self._call(f"{i}.", ("attn_out",), op, **arguments)
 
         if self.config.positions != "rope":
             self._record(f"{i}.q", q)
             self._record(f"{i}.k", k)
         if past is not None:
-            return past.attend(do, i, q, k, v)
+            return past.attend(traced_call, i, q, k, v)
         if self.trace is not None:
             self._record(f"{i}.scores", attention_scores(self.config, q, k, i))
-        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, layout="bshd",
-                         **self.config.attention_options(i))
+        out: Tensor = traced_call("attention", query=q, key=k, value=v, is_causal=True,
+                                  layout="bshd", **self.config.attention_options(i))
         return out
 
     def run_experts(self, i: int, x: Tensor) -> Tensor:
@@ -355,31 +358,31 @@ class Decoder:
                    else (weights[f"{i}.experts_gate"], weights[f"{i}.experts_up"]))
         down, rows = weights[names[1]], x.reshape(-1, x.shape[-1])
         logits = self._product(rows, weights[f"{i}.router"])
-        ids, share = self.do("moe_gate", logits=logits, top_k=c.top_k)
+        ids, share = self.call_op("moe_gate", logits=logits, top_k=c.top_k)
         out = torch.zeros_like(rows)
         for expert in ids.unique().tolist():
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            wide = torch.cat([self._product(rows[token], w[expert]) for w in gate_up], -1)
-            product = self._product(activate(c, wide), down[expert])
+            inner = torch.cat([self._product(rows[token], w[expert]) for w in gate_up], -1)
+            product = self._product(activate(c, inner), down[expert])
             out.index_add_(0, token, product * share[token, slot, None].to(product.dtype))
         return out.view(x.shape)
 
     def _product(self, x: Tensor, weight: Weight) -> Tensor:
         out: Tensor
         if isinstance(weight, GgmlWeight):
-            out = self.do("quantized_linear", x=x, weight_q=weight.blocks, scales=None,
+            out = self.call_op("quantized_linear", x=x, weight_q=weight.blocks, scales=None,
                           format=weight.format, activations=self.activations)
         else:
-            out = self.do("linear", x=x, weight=weight)
+            out = self.call_op("linear", x=x, weight=weight)
         return out
 
-    def _do(self, at: str, stages: tuple[str, ...], op: str, **arguments: Any) -> Any:
-        out = self.do(op, **arguments)
+    def _call(self, layer: str, stages: tuple[str, ...], op: str, **arguments: Any) -> Any:
+        out = self.call_op(op, **arguments)
         if self.trace is not None:
             for n, (stage, value) in enumerate(zip(stages, (out,) if isinstance(out, Tensor)
                                                    else out)):
-                self.trace[f"{self.prefix}{at}{stage}"] = StageValue(value.detach(), op, arguments,
-                                                                     self.do.kernel, n)
+                self.trace[f"{self.prefix}{layer}{stage}"] = StageValue(
+                    value.detach(), op, arguments, self.call_op.kernel, n)
         return out
 
     def _record(self, stage: str, value: Tensor) -> None:
@@ -387,10 +390,10 @@ class Decoder:
             self.trace[self.prefix + stage] = StageValue(value.detach())
 
 
-def layer_values(weights: Mapping[str, Weight], at: str) -> dict[str, Any]:
+def layer_values(weights: Mapping[str, Weight], layer: str) -> dict[str, Any]:
     """Returns the weights of a layer ("3.") or of the last norm ("") by their names in parts."""
-    names = weight_formats(weights, at)
-    return {name if name.endswith(".bias") else f"{name}.weight": raw_tensor(weights[at + name])
+    names = weight_formats(weights, layer)
+    return {name if name.endswith(".bias") else f"{name}.weight": raw_tensor(weights[layer + name])
             for name in names}
 
 

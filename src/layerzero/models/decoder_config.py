@@ -250,9 +250,9 @@ def split_parameter(c: DecoderConfig, name: str, t: Tensor) -> dict[str, Tensor]
     return {f"{prefix}{known_name}{suffix}": t}
 
 
-def activate(c: DecoderConfig, wide: Tensor) -> Tensor:
+def activate(c: DecoderConfig, gate_up: Tensor) -> Tensor:
     act = _ACT[c.activation]
     if not c.gated:
-        return act(wide)
-    gate, up = wide.chunk(2, -1)
+        return act(gate_up)
+    gate, up = gate_up.chunk(2, -1)
     return act(gate) * up

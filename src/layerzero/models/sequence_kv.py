@@ -1,8 +1,8 @@
 """The keys and values of one generation, for every layer: buffers that grow in place.
 
-What a Decoder's `past` is while text is generated. Kept as they come (`dtype`), as bfloat16, or as
-q8_0 (ggml's: 34 bytes for 32 values). What is kept narrower than the query is widened for each
-call: that saves memory, not time.
+It is a Decoder's `past` while text is generated. Keys and values are kept in float32, bfloat16 or
+float16, or as q8_0 (ggml's: 34 bytes for 32 values). What is kept narrower than the query is
+upcast for each call: that saves memory, not time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class SequenceKV:
         width = (GGML_FORMATS[kind].row_bytes(config.head_dim) if kind == "q8_0"
                  else config.head_dim)
         dtype = torch.uint8 if kind == "q8_0" else getattr(torch, kind)
-        room = min(capacity, MIN_CAPACITY)
+        tokens = min(capacity, MIN_CAPACITY)
         self.keys, self.values = (
-            [torch.empty((batch, room, config.kv_heads, width), dtype=dtype, device=device)
+            [torch.empty((batch, tokens, config.kv_heads, width), dtype=dtype, device=device)
              for _ in range(config.layers)] for _ in range(2))
 
     @property
@@ -56,7 +56,8 @@ class SequenceKV:
                 buffers[layer] = old.new_empty((old.shape[0], size, *old.shape[2:]))
                 buffers[layer][:, :self.length] = old[:, :self.length]
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor:
         end = self.length + q.shape[1]
         self.reserve(layer, end)
         tensors = []
@@ -67,7 +68,7 @@ class SequenceKV:
             else:
                 buffer[:, self.length:end] = new
                 tensors.append(buffer[:, :end].to(q.dtype))
-        out: Tensor = do("attention", query=q, key=tensors[0], value=tensors[1], is_causal=True,
-                         causal_align="bottom_right", layout="bshd",
-                         **self.config.attention_options(layer))
+        out: Tensor = call_op("attention", query=q, key=tensors[0], value=tensors[1],
+                              is_causal=True, causal_align="bottom_right", layout="bshd",
+                              **self.config.attention_options(layer))
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..world import context, events, measurements, perf_loading
 from ..world import snapshot as worlds
 from ..world.incidents import extend_keys, faults_of, no_kernel_error
 from ..world.registry import catalog, isolation
+from ..world.snapshot import World
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
@@ -267,31 +268,45 @@ def doctor(deep: bool = False) -> DoctorReport:
             (*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")),
             devices
         )
-    checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
-                              f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+    checks += (*_configuration_checks(world), *_measurement_checks(world, devices),
+               *_plugin_checks(world), *_library_checks(world, deep), *_trouble_checks(world, deep))
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__,
+                "layerzero": _version()}
+    return DoctorReport(tuple(checks), devices, versions)
+
+
+def _configuration_checks(world: World) -> Iterator[DoctorCheck]:
+    yield DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
+                      f"{sum(len(layer.rules) for layer in world.policy.layers)} rules")
     for layer in world.policy.layers:
         for text in worlds.unknown_kernels(layer, world.catalog):
-            checks.append(DoctorCheck("policy names", False, text,
-                                      "correct the rule; lz list shows the kernels"))
+            yield DoctorCheck("policy names", False, text,
+                              "correct the rule; lz list shows the kernels")
     state = native.status()
-    checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text,
-                              state.hint))
+    yield DoctorCheck("native fast path", state.ok or not state.expected, state.text, state.hint)
+
+
+def _measurement_checks(world: World, devices: Iterable[Device]) -> Iterator[DoctorCheck]:
     store = measurements.status()
-    checks.append(DoctorCheck("measurements", store.ok, store.text, store.hint))
+    yield DoctorCheck("measurements", store.ok, store.text, store.hint)
     for device in devices:
         shipped = measurements.shipped_status(world, device)
-        checks.append(DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text,
-                                  shipped.hint))
+        yield DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text,
+                          shipped.hint)
     learns = world.policy.setting("learn")
-    checks.append(DoctorCheck("learning", True, str(learning.status()) if learns else "off",
-                              "" if learns
-                              else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it "
-                                   "serves"))
+    yield DoctorCheck("learning", True, str(learning.status()) if learns else "off", "" if learns
+                      else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves")
+
+
+def _plugin_checks(world: World) -> Iterator[DoctorCheck]:
     for refused in (*catalog.discover(again=True)[1],
                     *catalog.plugin_policy(world.catalog, again=True)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
-            checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
-                                      "correct or uninstall it; everything else works"))
+            yield DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
+                              "correct or uninstall it; everything else works")
+
+
+def _library_checks(world: World, deep: bool) -> Iterator[DoctorCheck]:
     seen: set[str] = set()
     for kernel in world.catalog.kernels:
         if not kernel.package or kernel.package in seen:
@@ -305,31 +320,32 @@ def doctor(deep: bool = False) -> DoctorReport:
         optional = missing or (reason is not None and reason.code is Code.NOT_BUILT)
         text = (reason.message if reason
                 else f"{distribution} {loading.installed_version(distribution) or ''}".strip())
-        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or optional, text,
-                                  reason.code.advice if reason and not missing else ""))
+        yield DoctorCheck(f"library {kernel.package}", reason is None or optional, text,
+                          reason.code.advice if reason and not missing else "")
+
+
+def _trouble_checks(world: World, deep: bool) -> Iterator[DoctorCheck]:
+    """Yield what went wrong in this process: breakers, libraries, workers, refused calls."""
     for name, health in world.health.items():
-        checks.append(DoctorCheck(f"health of {name}", health.blocks is None,
-                                  f"{health.state}, {health.failures} faults",
-                                  str(health.reason.message) if health.reason else ""))
+        yield DoctorCheck(f"health of {name}", health.blocks is None,
+                          f"{health.state}, {health.failures} faults",
+                          str(health.reason.message) if health.reason else "")
     for name, reason in world.unloadable.items():
-        checks.append(DoctorCheck(f"loading {name}", False, reason.message,
-                                  _advice(world.catalog.by_id.get(name), reason, deep)))
+        yield DoctorCheck(f"loading {name}", False, reason.message,
+                          _advice(world.catalog.by_id.get(name), reason, deep))
     for workers in pool.pools():
-        checks.append(DoctorCheck(
+        yield DoctorCheck(
             f"worker of {workers.name}", not workers.deaths,
             f"{len(workers.workers)} of {workers.size()} run, {workers.python or 'this Python'}",
-            workers.why if workers.deaths else ""))
+            workers.why if workers.deaths else "")
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
-        checks.append(DoctorCheck(f"refused by {name}", True,
-                                  f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
+        yield DoctorCheck(f"refused by {name}", True,
+                          f"{len(kinds)} kinds of calls; last: {kind}", reason.message)
     compiles = compiling.status()
     if compiles.compiling:
-        checks.append(DoctorCheck("compiling in the background", True, str(compiles),
-                                  "another kernel serves meanwhile"))
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__,
-                "layerzero": _version()}
-    return DoctorReport(tuple(checks), devices, versions)
+        yield DoctorCheck("compiling in the background", True, str(compiles),
+                          "another kernel serves meanwhile")
 
 
 def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:

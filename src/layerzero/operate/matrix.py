@@ -68,9 +68,9 @@ class Matrix(Displayed, Record, json="ok rows versions"):
     def __str__(self) -> str:
         head, cells = self._cells()
         lines = [tuple(map(str, line)) for line in (head, *cells)]
-        wide = [max(map(len, column)) for column in zip(*lines)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
         return "\n".join([self._headline(), *(
-            "  ".join(word.ljust(n) for word, n in zip(line, wide)).rstrip() for line in lines)])
+            "  ".join(word.ljust(n) for word, n in zip(line, widths)).rstrip() for line in lines)])
 
 
 def matrix(deep: bool = False) -> Matrix:
@@ -103,7 +103,7 @@ def matrix(deep: bool = False) -> Matrix:
 
 def _in_worker(kernel: Kernel, name: str, entry: Isolation, deep: bool,
                imported: dict[tuple[str, str], str]) -> tuple[str, str, str]:
-    why = isolation.worker_obstacle(kernel)
+    why = isolation.why_not_in_worker(kernel)
     if why:
         return entry.python or "this one", NONE, why
     versions, verdict = _compare(kernel, name, entry.python, None)

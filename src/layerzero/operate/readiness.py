@@ -257,10 +257,10 @@ def check_versions(world: World) -> ReadinessCheck:
             backend = kernel.partition(".")[0]
             findings.append(warning(f"{backend}: {reason.message}",
                                     "install the version its kernels take"))
-    ours = installed_version("layerzero") or "unknown"
+    version = installed_version("layerzero") or "unknown"
     return ReadinessCheck.of(
         "versions", want, findings,
-        f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
+        f"layerzero {version}, python {installed['python']}, torch {installed['torch']}")
 
 
 def _requirement_findings() -> Iterator[ReadinessFinding]:
@@ -365,9 +365,9 @@ def _line(data: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in data.items())
 
 
-def _difference(mine: str, theirs: str) -> str:
-    pairs = zip(mine.split(), theirs.split())
-    return ", ".join(f"{b} instead of {a}" for a, b in pairs if a != b) or theirs
+def _difference(here: str, there: str) -> str:
+    pairs = zip(here.split(), there.split())
+    return ", ".join(f"{b} instead of {a}" for a, b in pairs if a != b) or there
 
 
 # all of them

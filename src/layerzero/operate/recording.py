@@ -62,9 +62,9 @@ _thread_local = threading.local()
 class Observer(Protocol):
     """Is notified of every call that is served, while it is started."""
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], start: int,
                ended: int) -> None:
-        """Called after `kernel` served; `began` and `ended` are of time.time_ns()."""
+        """Called after `kernel` served; `start` and `ended` are of time.time_ns()."""
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
                values: tuple[Any, ...]) -> None: ...
@@ -118,7 +118,7 @@ class Recorder:
         with self._lock:
             return sum(k.count.total for k in self._lines.values() if k.call is None)
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], start: int,
                ended: int) -> None:
         was_chosen, facts = kernel == entry.plan.kernel, entry.plan.facts
         line = self._line_of_entry.get(entry) if was_chosen else None
@@ -211,14 +211,14 @@ class RecordingDispatcher(dispatch.Dispatcher):
 
     def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
         _thread_local.fallback = None
-        began = time.time_ns()
+        start = time.time_ns()
         out = super().serve(entry, values)
         ended = time.time_ns()
         fallback, _thread_local.fallback = getattr(_thread_local, "fallback", None), None
         kernel = (fallback[1] if fallback and fallback[0] == self.op.name else entry.plan.kernel
                   or "")
         for observer in _observers:
-            observer.served(self.op, entry, kernel, values, began, ended)
+            observer.served(self.op, entry, kernel, values, start, ended)
         return out
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:

@@ -219,12 +219,12 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
     global _thread
     with _lock:
         _critical.extend(urgent)
-        room = max(most - len(_rest), 0)
-        _rest.extend(rest[:room])
+        free = max(most - len(_rest), 0)
+        _rest.extend(rest[:free])
         if _thread is None:
             _thread = threading.Thread(target=_work, name="layerzero-warmup", daemon=True)
             _thread.start()
-    for job in rest[room:]:
+    for job in rest[free:]:
         _finish(job, WarmupOutcome(job.call, "skipped", why=f"{most} calls wait already"))
 
 
@@ -320,7 +320,7 @@ def _call_once(job: _Job) -> None:
 
 
 def _warm(job: _Job) -> WarmupOutcome:
-    began = time.perf_counter()
+    start = time.perf_counter()
     left_out: dict[str, str] = {}
     with torch.set_grad_enabled(job.call.grad):
         try:
@@ -344,7 +344,7 @@ def _warm(job: _Job) -> WarmupOutcome:
                     left_out[kernel.id] = problem
                     continue
                 _call_once(job)
-            took = time.perf_counter() - began
+            took = time.perf_counter() - start
             return WarmupOutcome(job.call, "ready", kernel.id, kernel.jit, took, left_out=left_out)
 
 

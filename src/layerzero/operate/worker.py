@@ -122,13 +122,13 @@ class Answer(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    room: int
+    offset: int
     nbytes: int
     view: Tensor
     frame: bytes
 
-    def fits(self, out: Any, room: int, nbytes: int) -> bool:
-        return (type(out) is Tensor and room == self.room and nbytes >= self.nbytes
+    def fits(self, out: Any, offset: int, nbytes: int) -> bool:
+        return (type(out) is Tensor and offset == self.offset and nbytes >= self.nbytes
                 and out.dtype is self.dtype and out.shape == self.shape
                 and out.stride() == self.strides and out.is_cpu)
 
@@ -188,17 +188,17 @@ class Server:
         self.forms[number] = Form(message, self.kernels[message["kernel"]])
 
     def run(self, body: bytes) -> None:
-        number, room, nbytes = CALL.unpack_from(body)
+        number, offset, nbytes = CALL.unpack_from(body)
         form, positions = self.forms[number], body[CALL.size:]
         values = form.placed.get(positions)
         if values is None:
             values = self.place(form, positions)
         out, answer = form.run(self.in_state(form.state, values)), self.answers.get(number)
-        if answer is not None and answer.fits(out, room, nbytes):
+        if answer is not None and answer.fits(out, offset, nbytes):
             answer.view.copy_(out)
             self.link.post(answer.frame)
         else:
-            self.reply(out, room, nbytes, number)
+            self.reply(out, offset, nbytes, number)
 
     def in_state(self, wanted: list[Any], values: list[Any]) -> list[Any]:
         if wanted != self.state:
@@ -227,7 +227,7 @@ class Server:
         self.results.clear()
         self.answers.clear()
 
-    def reply(self, out: Any, room: int, nbytes: int, form: int) -> None:
+    def reply(self, out: Any, offset: int, nbytes: int, form: int) -> None:
         """Copies a result into the room that the process gave, or asks for more."""
         items, key = _items(out)
         known = self.results.get(key)
@@ -242,23 +242,23 @@ class Server:
         if results.nbytes > nbytes:
             self.link.send(NEED, NUMBER.pack(results.nbytes))
             _, body = self.link.receive()
-            room, = NUMBER.unpack(body)
-            if not room:
+            offset, = NUMBER.unpack(body)
+            if not offset:
                 self.results.pop(key)          # its description was not sent
                 raise MemoryError(f"the result of {results.nbytes} bytes does not fit in the "
                                   "memory shared with the process")
-        views = places.get(room)
+        views = places.get(offset)
         if views is None:
             if len(places) >= MAX_PLACED:
                 places.clear()
-            views = places[room] = [unexpanded(spec.view(self.segments[0], room + at))
-                                    for spec, at in results.tensors()]
+            views = places[offset] = [unexpanded(spec.view(self.segments[0], offset + start))
+                                    for spec, start in results.tensors()]
         for view, t in zip(views, _tensors(items)):
             view.copy_(unexpanded(t))
         self.link.send(RESULT, FORM_ID.pack(number) + text)
         if type(out) is Tensor and out.numel() and 0 not in out.stride():
             frame = HEADER.pack(RESULT, FORM_ID.size) + FORM_ID.pack(number)
-            self.answers[form] = Answer(out.dtype, out.shape, out.stride(), room, results.nbytes,
+            self.answers[form] = Answer(out.dtype, out.shape, out.stride(), offset, results.nbytes,
                                         views[0], frame)
 
     def map_stage(self, body: bytes) -> None:

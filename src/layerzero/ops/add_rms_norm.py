@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
@@ -47,7 +47,7 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     *NORM, change_results("convention", "eps outside the square root", eps_outside_sqrt),
     change_results("convention", "the residual returned as it came",
                    lambda v, out: (out[0], v["residual"])),
@@ -55,7 +55,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
-    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, mistakes=MISTAKES,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

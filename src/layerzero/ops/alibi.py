@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import CausalAlignmentWarning
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
@@ -30,8 +30,8 @@ def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
               causal_align: Literal["top_left", "bottom_right"] | None = None,
               is_causal: bool = False) -> Tensor:
     """Returns the bias (heads, seq_q, seq_k) to add to attention scores."""
-    wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide,
+    upcast = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, upcast,
                                   slopes.device)
     assert bias is not None                    # there are slopes
     return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)
@@ -75,8 +75,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "causal_align='bottom_right'.",
             CausalAlignmentWarning, stacklevel=6)
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", flip_alignment),
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("alignment", "the diagonal at the other corner", flip_alignment),
     replace_argument("mask", "causality ignored", "is_causal", False),
     replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
@@ -85,7 +85,7 @@ STRESS: tuple[dict[str, Any], ...] = ({"heads": 1, "sq": 3, "sk": 66_013},)
 OP = Op(
     name="alibi", family="position", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"slopes": "heads"}, returns=("heads seq_q seq_k",),

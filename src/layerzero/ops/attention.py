@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
 from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
+from ..spec.mistake import Mistake, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, any_of, at_least, at_most, dtypes, equals, on, one_of
@@ -236,11 +236,11 @@ def _invert_mask(op: Any, v: Values) -> Values | None:
             else None)
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("mask", "the mask ignored", drop_argument("attn_mask")),
-    Alteration("mask", "the mask inverted", _invert_mask),
-    Alteration("alignment", "the diagonal at the other corner", flip_alignment),
-    Alteration("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("mask", "the mask ignored", drop_argument("attn_mask")),
+    Mistake("mask", "the mask inverted", _invert_mask),
+    Mistake("alignment", "the diagonal at the other corner", flip_alignment),
+    Mistake("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
     replace_argument("position bias", "ALiBi with the other sign", "alibi_slopes",
                      lambda v: -v["alibi_slopes"]),
     *SCORES, *SOFTCAP, *WINDOW, *LSE)
@@ -257,7 +257,7 @@ WORDS = {
 
 OP = Op(
     name="attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     dropout_case={"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05},
     reference_kernel={"workspace": "3 * itemsize * elements"},
     batch_dims=("batch",), shard_dims=("heads", "kv_heads"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Results, Values
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals
@@ -154,8 +154,8 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 # Mistakes that a kernel for this op could make.
 
 def _with_blocks(partial: bool, full: bool) -> Any:
-    """Returns an alteration that takes all listed blocks for full ones, or hides the full ones."""
-    def alter(op: Any, v: Values) -> Values | None:
+    """Returns an mistake that takes all listed blocks for full ones, or hides the full ones."""
+    def apply(op: Any, v: Values) -> Values | None:
         from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
         mask = v["block_mask"]
@@ -166,7 +166,7 @@ def _with_blocks(partial: bool, full: bool) -> Any:
             mask.kv_num_blocks, mask.kv_indices, counts, indices, BLOCK_SIZE=mask.BLOCK_SIZE,
             mask_mod=mod, seq_lengths=mask.seq_lengths)}
 
-    return alter
+    return apply
 
 
 def _mask_mod_alone(op: Any, v: Values) -> Values | None:
@@ -180,8 +180,8 @@ def _mask_mod_alone(op: Any, v: Values) -> Values | None:
 
 
 def _mask_of_the_first(batch: bool) -> Any:
-    """Returns an alteration that takes the mask of the first sample, or of the first head."""
-    def alter(op: Any, v: Values) -> Results | None:
+    """Returns an mistake that takes the mask of the first sample, or of the first head."""
+    def apply(op: Any, v: Values) -> Results | None:
         mask = v["block_mask"]
         if mask.shape[0 if batch else 1] == 1:
             return None
@@ -191,21 +191,21 @@ def _mask_of_the_first(batch: bool) -> Any:
                      None, v["softcap"])
         return Results(out if v["return_lse"] else out[:1])
 
-    return alter
+    return apply
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("mask", "the mask of the first sample for all", _mask_of_the_first(True)),
-    Alteration("mask", "the mask of the first head for all", _mask_of_the_first(False)),
-    Alteration("mask", "the mask_mod ignored within blocks", _with_blocks(True, True)),
-    Alteration("mask", "the full blocks hidden", _with_blocks(False, False)),
-    Alteration("mask", "the mask_mod asked alone, whatever blocks are listed", _mask_mod_alone),
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("mask", "the mask of the first sample for all", _mask_of_the_first(True)),
+    Mistake("mask", "the mask of the first head for all", _mask_of_the_first(False)),
+    Mistake("mask", "the mask_mod ignored within blocks", _with_blocks(True, True)),
+    Mistake("mask", "the full blocks hidden", _with_blocks(False, False)),
+    Mistake("mask", "the mask_mod asked alone, whatever blocks are listed", _mask_mod_alone),
     *SCORES, *SOFTCAP, *LSE)
 
 OP = Op(
     name="block_sparse_attention", family="attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     reference_kernel={"workspace": "4 * itemsize * elements", "graph_safe": False},
     batch_dims=("batch",), shard_dims=("heads", "kv_heads"),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, one_of
@@ -30,16 +30,16 @@ def reference(
     (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
     width - 1.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
     width, length = weight.shape[1], x.shape[2]
     before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states
     tokens = torch.cat((before, x), -1)
-    seen = tokens[..., before.shape[-1] - width + 1:].to(wide)
-    out = torch.zeros_like(x, dtype=wide)
+    seen = tokens[..., before.shape[-1] - width + 1:].to(acc_dtype)
+    out = torch.zeros_like(x, dtype=acc_dtype)
     for i in range(width):
-        out = out + seen[..., i:i + length] * weight[:, i, None].to(wide)
+        out = out + seen[..., i:i + length] * weight[:, i, None].to(acc_dtype)
     if bias is not None:
-        out = out + bias[:, None].to(wide)
+        out = out + bias[:, None].to(acc_dtype)
     out = (F.silu(out) if activation else out).to(x.dtype)
     if not return_final_states:
         return out
@@ -83,18 +83,18 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"c": 4, "s": 5}, {"c": 4, "s": 3, "state": 4, "final": True, "bias": False})
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the filter the other way round",
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the filter the other way round",
                lambda op, v: {**v, "weight": v["weight"].flip(1)}),
-    Alteration("convention", "the tokens before the first ignored",
+    Mistake("convention", "the tokens before the first ignored",
                lambda op, v: None if v.get("initial_states") is None else {
                    **v, "initial_states": torch.zeros_like(v["initial_states"])}),
-    Alteration("convention", "no bias", drop_argument("bias")),
+    Mistake("convention", "no bias", drop_argument("bias")),
     replace_argument("convention", "no activation", "activation", None))
 
 OP = Op(
     name="causal_conv1d", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 1, "c": 8192, "s": 300, "tokens_first": True, "final": True},),
     reference_kernel={"overhead_us": 60.0},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
+from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS
@@ -80,7 +80,7 @@ def _mean_over_all_rows(v: Values, out: tuple[Any, ...]) -> Any:
     return out[0] * counted if v["reduction"] == "mean" else None
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("mask", "ignore_index ignored", "ignore_index", -12345),
     replace_argument("scale", "no label smoothing", "label_smoothing", 0.0),
     change_results("scale", "the mean over all rows, ignored ones too", _mean_over_all_rows))
@@ -91,7 +91,7 @@ STRESS: tuple[dict[str, Any], ...] = ({"vocab": 200_003, "rows": (4,), "reductio
 OP = Op(
     name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     # The same for all dtypes of the logits: the result is at least float32.
     tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),
                          "float64": (1e-10, 1e-10)}),

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import (
@@ -155,12 +155,12 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"rows": (2,), "width": 16_448, "format": "int4", "block_size": 32},
     {"rows": (66_001,), "width": 2})
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("q")))
+MISTAKES: tuple[Mistake, ...] = (
+    *QUANTIZED, Mistake("convention", "the two codes of a byte exchanged", swap_nibbles("q")))
 
 OP = Op(
     name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2),
                          "float32": (1e-6, 1e-6)}),
     shapes={"q": "*rows packed", "scales": "*scale_rows groups"},

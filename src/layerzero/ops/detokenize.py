@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..spec.alteration import Alteration
 from ..spec.grid import bucket_top
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
 from .formulas.common import READS_ON_HOST
@@ -67,12 +67,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False},
     {"tensor": True}, {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
 
-ALTERATIONS: tuple[Alteration, ...] = (replace_argument("convention", "special tokens kept",
+MISTAKES: tuple[Mistake, ...] = (replace_argument("convention", "special tokens kept",
                                                         "skip_special_tokens", False),)
 
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, alterations=ALTERATIONS,
+    cases=CASES, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, words=WORDS,
     reads=(*FACTS, "sequences", "tokens"), dtypes=("int64",), requires=(present("vocab_hash"),),

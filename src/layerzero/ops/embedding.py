@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes
@@ -77,7 +77,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
                 Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight",
                 f"{low} to {high}", "ids"))
 
-ALTERATIONS: tuple[Alteration, ...] = (replace_argument("scale", "the scale left out", "scale",
+MISTAKES: tuple[Mistake, ...] = (replace_argument("scale", "the scale left out", "scale",
                                                         1.0),)
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16, rows beyond 2^17
@@ -85,7 +85,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16, rows beyond 2^
 
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     batch_dims=("tokens",), shard_dims=("width",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
@@ -55,8 +55,8 @@ def reference(
 def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
             initial_state: Tensor | None, normalize: bool) -> tuple[Tensor, ...]:
     """Returns q (scaled), k, v, g, beta and first state in float32 or wider, per value head."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, value, g, beta = (t.to(wide) for t in (q, k, v, g, beta))
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, value, g, beta = (t.to(acc_dtype) for t in (q, k, v, g, beta))
     if normalize:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + L2_EPS) for t in (q, k))
     share = v.shape[2] // max(q.shape[2], 1)
@@ -65,7 +65,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: flo
     if initial_state is None:
         state = q.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
     else:
-        state = initial_state.to(wide).clone()
+        state = initial_state.to(acc_dtype).clone()
     return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, value, g, beta, state
 
 
@@ -118,20 +118,20 @@ def _last_first(op: Any, v: dict[str, Any]) -> dict[str, Any] | None:
     return {**v, **{name: v[name].flip(1) for name in ("g", "beta")}}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("scale", "the scale left out", "scale", 1.0),
     replace_argument("convention", "q and k not normalised", "use_qk_l2norm_in_kernel", False),
-    Alteration("convention", "the first state ignored", drop_argument("initial_state")),
-    Alteration("convention", "the gates of another token", _last_first),
-    Alteration("convention", "no decay", lambda op, v: {**v, "g": v["g"] * 0.0}),
-    Alteration("head map", "value head h reading head h % heads of q and k",
+    Mistake("convention", "the first state ignored", drop_argument("initial_state")),
+    Mistake("convention", "the gates of another token", _last_first),
+    Mistake("convention", "no decay", lambda op, v: {**v, "g": v["g"] * 0.0}),
+    Mistake("head map", "value head h reading head h % heads of q and k",
                interleave_groups(("q", "k"), "v", 2)),
-    Alteration("convention", "no delta rule: beta 1", lambda op, v: {
+    Mistake("convention", "no delta rule: beta 1", lambda op, v: {
         **v, "beta": torch.ones_like(v["beta"])}))
 
 OP = Op(
     name="gated_delta_rule", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 1, "s": 512, "h": 4, "hv": 8, "d": 64, "dv": 64, "norm": True, "final": True},),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, dtypes, one_of
@@ -25,14 +25,14 @@ def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor
               eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and
     all pixels."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    parts = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    parts = upcast.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     inner = tuple(range(2, parts.dim()))
     centred = parts - parts.mean(inner, keepdim=True)
     out = (centred * torch.rsqrt(centred.square().mean(inner, keepdim=True) + eps)).reshape(x.shape)
     per_channel = (1, -1, *(1,) * (x.dim() - 2))
-    out = out if weight is None else out * weight.to(wide.dtype).view(per_channel)
-    return (out if bias is None else out + bias.to(wide.dtype).view(per_channel)).to(x.dtype)
+    out = out if weight is None else out * weight.to(upcast.dtype).view(per_channel)
+    return (out if bias is None else out + bias.to(upcast.dtype).view(per_channel)).to(x.dtype)
 
 
 def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -88,8 +88,8 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     image = x.reshape(batch, channels, rows, size[-1] if size else 1)
     return Redirect("group_norm", {**values, "x": image}, lambda out: out.reshape(x.shape))
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *NORM, Alteration("convention", "the bias left out", drop_argument("bias")),
+MISTAKES: tuple[Mistake, ...] = (
+    *NORM, Mistake("convention", "the bias left out", drop_argument("bias")),
     replace_argument("convention", "one group", "groups", 1))
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyond 2^14
@@ -99,7 +99,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyo
 OP = Op(
     name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "batch channels height width", "weight": "channels", "bias": "channels"},

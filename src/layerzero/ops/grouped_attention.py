@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Results, Values
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, absent, any_of, at_least, dtypes, equals, one_of, present
@@ -56,18 +56,18 @@ def compute(
     is_causal: bool, scale: float | None, window_left: int, window_right: int, softcap: float,
     chunk_starts: Tensor | None, chunk_lengths: Tensor | None, causal_align: str = "bottom_right",
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
+    acc_dtype = torch.promote_types(query.dtype, torch.float32)
     rows = read_items(items, query.shape[0], key.shape[0], max_seqlen_q, max_seqlen_k, chunk_starts,
                       chunk_lengths)
     lengths = [0] * len(rows) if chunk_lengths is None else chunk_lengths.tolist()
-    # Autograd adds the items' gradients at the wide copies, and rounds the sum at the cast.
-    wide_key, wide_value = key.to(wide), value.to(wide)
+    # Autograd adds the items' gradients at the upcast copies, and rounds the sum at the cast.
+    key_upcast, value_upcast = key.to(acc_dtype), value.to(acc_dtype)
     out = query.new_zeros((query.shape[0], query.shape[1], value.shape[2]))
-    lse = query.new_full(out.shape[:2], -math.inf, dtype=wide)
+    lse = query.new_full(out.shape[:2], -math.inf, dtype=acc_dtype)
     for i, item in enumerate(rows):
         where = key_rows(item, None if chunk_starts is None else chunk_starts[i], lengths[i])
         q, k, v = (t.to(query.dtype).transpose(0, 1)[None] for t in (
-            query[item.q_start:item.q_start + item.n], wide_key[where], wide_value[where]))
+            query[item.q_start:item.q_start + item.n], key_upcast[where], value_upcast[where]))
         part, part_lse = attend(q, k, v, None, 0.0, is_causal, scale, causal_align, window_left,
                                 window_right, None, softcap)
         out[item.q_start:item.q_start + item.n] = part[0].transpose(0, 1)
@@ -181,7 +181,7 @@ def _top_left(op: Any, v: Values) -> Results | None:
 
 
 def _packed_keys(op: Any, v: Values) -> Values | None:
-    """Each item's keys taken for packed one after another, as cu_seqlens would say."""
+    """Takes the items' keys for packed one after another, as cu_seqlens would say."""
     items = v["items"].clone()
     items[:, 2] = items[:, 3].cumsum(0) - items[:, 3]
     outside = v["chunk_starts"] is not None or (items.numel() and bool(
@@ -199,18 +199,18 @@ def _ignore_chunks(op: Any, v: Values) -> Values | None:
     return None if v["chunk_starts"] is None else {**v, "chunk_starts": None, "chunk_lengths": None}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", _top_left), *SCORES, *SOFTCAP,
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("alignment", "the diagonal at the other corner", _top_left), *SCORES, *SOFTCAP,
     *WINDOW, *LSE,
-    Alteration("mask", "the keys of the items taken one after another", _packed_keys),
-    Alteration("mask", "the last key of each item left out", _shorten),
-    Alteration("stale page", "the chunks ignored", _ignore_chunks))
+    Mistake("mask", "the keys of the items taken one after another", _packed_keys),
+    Mistake("mask", "the last key of each item left out", _shorten),
+    Mistake("stale page", "the chunks ignored", _ignore_chunks))
 
 _INT32 = Code.KV_METADATA_INVALID
 
 OP = Op(
     name="grouped_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST,
                       "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

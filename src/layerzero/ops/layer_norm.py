@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
+from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
@@ -22,11 +22,11 @@ from .formulas.norm import NORM_CASES, NORM_STRESS
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
               eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(-1, keepdim=True)
-    wide = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    wide = wide if weight is None else wide * weight.to(wide.dtype)
-    return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = upcast - upcast.mean(-1, keepdim=True)
+    upcast = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    upcast = upcast if weight is None else upcast * weight.to(upcast.dtype)
+    return (upcast if bias is None else upcast + bias.to(upcast.dtype)).to(x.dtype)
 
 
 def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -62,13 +62,13 @@ def _unbiased_variance(v: Values, out: tuple[Any, ...]) -> Any:
     return out[0] * factor if bias is None else (out[0] - bias) * factor + bias
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *NORM, Alteration("convention", "the bias left out", drop_argument("bias")),
+MISTAKES: tuple[Mistake, ...] = (
+    *NORM, Mistake("convention", "the bias left out", drop_argument("bias")),
     change_results("convention", "the variance divided by n - 1", _unbiased_variance))
 
 OP = Op(
     name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
-    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, mistakes=MISTAKES,
     reference_kernel={"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

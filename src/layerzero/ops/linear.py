@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS, random_rows
@@ -58,8 +58,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"extreme": True, "activation": "gelu"},
 )
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the bias left out", drop_argument("bias")),
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the bias left out", drop_argument("bias")),
     replace_argument("convention", "the activation left out", "activation", None), *ACTIVATIONS[:4])
 
 STRESS: tuple[dict[str, Any], ...] = (         # k and n beyond 2^14 and 2^15, rows beyond 2^17
@@ -69,7 +69,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # k and n beyond 2^14 and 2^15, r
 OP = Op(
     name="linear", family="linear", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     # In float32 torch's matmul is off by 1e-6 for some inputs; the eager error is tighter.
     batch_dims=("rows",), shard_dims=("out_features",),
     invariance_cases=({"rows": (33,), "k": 520, "n": 72}, {"rows": (130,), "k": 200, "n": 136}),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
@@ -52,20 +52,20 @@ def prepare(
     initial_states: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float | None,
 ) -> tuple[Tensor, ...]:
     """Returns x, dt, log decay, B and C for each head, and the first state, float32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, step, A = x.to(wide), dt.to(wide), A.to(wide)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    x, step, A = x.to(acc_dtype), dt.to(acc_dtype), A.to(acc_dtype)
     if dt_bias is not None:
-        step = step + dt_bias.to(wide)
+        step = step + dt_bias.to(acc_dtype)
     if dt_softplus:
         step = F.softplus(step)
     if dt_min > 0.0 or dt_max is not None:
         step = step.clamp(dt_min, dt_max)
     share = x.shape[2] // max(B.shape[2], 1)
-    B, C = (t.to(wide).repeat_interleave(share, 2) for t in (B, C))
+    B, C = (t.to(acc_dtype).repeat_interleave(share, 2) for t in (B, C))
     if initial_states is None:
         state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
     else:
-        state = initial_states.to(wide).clone()
+        state = initial_states.to(acc_dtype).clone()
     return x, step, step * A, B, C, state
 
 
@@ -92,7 +92,7 @@ def inputs(
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
 
     def drawn(*shape: int, to: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
@@ -103,10 +103,10 @@ def inputs(
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
     return {
         "x": drawn(b, s, h, d), "dt": step(b, s, h),
-        "A": A.to(device=device, dtype=wide), "B": drawn(b, s, g, n), "C": drawn(b, s, g, n),
+        "A": A.to(device=device, dtype=acc_dtype), "B": drawn(b, s, g, n), "C": drawn(b, s, g, n),
         "D": drawn(h) if skip else None, "z": drawn(b, s, h, d) if gate else None,
         "dt_bias": step(h) if bias else None,
-        "initial_states": drawn(b, h, d, n, to=wide) if state else None,
+        "initial_states": drawn(b, h, d, n, to=acc_dtype) if state else None,
         "dt_softplus": softplus, "dt_min": 0.1 if limits else 0.0,
         "dt_max": 1.0 if limits else None, "return_final_states": final}
 
@@ -127,21 +127,21 @@ def _last_first(op: Any, v: dict[str, Any]) -> dict[str, Any] | None:
     return None if v["x"].shape[1] < 2 else {**v, "dt": v["dt"].flip(1)}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
-    Alteration("head map", "head h reading group h % groups of B and C",
+    Mistake("head map", "head h reading group h % groups of B and C",
                interleave_groups(("B", "C"), "x", 2)),
-    Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
-    Alteration("convention", "the input not added to the output", drop_argument("D")),
-    Alteration("convention", "no gate", drop_argument("z")),
-    Alteration("convention", "the first state ignored", drop_argument("initial_states")),
-    Alteration("convention", "dt of another token", _last_first),
-    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
-    Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}))
+    Mistake("convention", "no bias of dt", drop_argument("dt_bias")),
+    Mistake("convention", "the input not added to the output", drop_argument("D")),
+    Mistake("convention", "no gate", drop_argument("z")),
+    Mistake("convention", "the first state ignored", drop_argument("initial_states")),
+    Mistake("convention", "dt of another token", _last_first),
+    Mistake("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
+    Mistake("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}))
 
 OP = Op(
     name="mamba_chunk_scan", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 1, "s": 512, "h": 8, "g": 2, "d": 64, "n": 128, "final": True},),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),

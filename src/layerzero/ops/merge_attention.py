@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
@@ -60,8 +60,8 @@ def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: 
     outs = outs.to(device=device, dtype=dtype)
     if stride == "padded":
         outs = torch.nn.functional.pad(outs, (0, 8))[..., :d]
-    wide = torch.promote_types(dtype, torch.float32)
-    return {"outs": outs, "lses": lses.to(device=device, dtype=wide)}
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    return {"outs": outs, "lses": lses.to(device=device, dtype=acc_dtype)}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -71,7 +71,7 @@ CASES: tuple[dict[str, Any], ...] = (
 STRESS: tuple[dict[str, Any], ...] = (
     {"parts": 64, "tokens": 65, "empty": "some"}, {"spread": 500.0}, {"heads": 65, "d": 257})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("scale", "the parts averaged", "lses", lambda v: torch.zeros_like(v["lses"])),
     replace_argument("convention", "the log-sum-exps taken for base 2", "lses",
                      lambda v: v["lses"] * math.log(2)),
@@ -80,7 +80,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="merge_attention", family="merge", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     gradient_cases=({}, {"empty": "some"}, {"parts": 1}),
     reference_kernel={"workspace": "8 * parts * tokens * heads * head_dim"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

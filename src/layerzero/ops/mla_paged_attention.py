@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Condition, dtypes, equals, one_of, when
@@ -151,7 +151,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)},
     {"lengths_q": (3, 0, 9), "causal": False})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     *SCORES[2:], replace_argument("scale", "the scale of the absorbed size", "scale", lambda v: (
     v["q_nope"].shape[-1] + v["q_pe"].shape[-1]) ** -0.5), *PAGES, *LSE,
     replace_argument("scale", "the scale left out", "scale", 1.0),
@@ -159,7 +159,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="mla_paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, absent, at_least, dtypes, one_of, when
@@ -96,8 +96,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise InvalidCall.of("mlp", Reason(Code.DIM_MISMATCH, f"{want} ({layout})", wide,
                                            "weight_in.shape[0]"))
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *ACTIVATIONS, *(Alteration("convention", f"{n} left out", drop_argument(n))
+MISTAKES: tuple[Mistake, ...] = (
+    *ACTIVATIONS, *(Mistake("convention", f"{n} left out", drop_argument(n))
     for n in ("bias_in", "bias_up", "bias_down")))
 
 STRESS: tuple[dict[str, Any], ...] = (         # sizes beyond 2^14, rows beyond 2^16
@@ -107,7 +107,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # sizes beyond 2^14, rows beyond 
 OP = Op(
     name="mlp", family="mlp", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     # Twice the tolerance of a linear layer: these are two in sequence.
     batch_dims=("rows",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
@@ -47,19 +47,19 @@ def reference(
     experts, slots = w_gate_up.shape[0], topk_ids.shape[-1]
     experts_of_slots = assign_experts(topk_ids, experts, expert_offset,
                                       capacity).reshape(-1, slots).tolist()
-    wide = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
     tokens, weights = x.reshape(-1, x.shape[-1]), topk_weights.reshape(-1, slots)
     rows = []
     for t, slots_of_token in enumerate(experts_of_slots):
-        row = torch.zeros(x.shape[-1], dtype=wide, device=x.device)
+        row = torch.zeros(x.shape[-1], dtype=acc_dtype, device=x.device)
         for slot, e in enumerate(slots_of_token):
             if e == experts:
                 continue
-            weight = weights[t, slot].to(wide)
+            weight = weights[t, slot].to(acc_dtype)
             token = (tokens[t] if weight_on == "output"
-                     else (tokens[t].to(wide) * weight).to(x.dtype))
+                     else (tokens[t].to(acc_dtype) * weight).to(x.dtype))
             inner = activate_gated(w_gate_up[e] @ token, activation, gate_first)
-            out = (w_down[e] @ inner).to(wide)
+            out = (w_down[e] @ inner).to(acc_dtype)
             row = row + (out * weight if weight_on == "output" else out)
         rows.append(row)
     return torch.stack(rows).to(x.dtype).reshape(x.shape) if rows else torch.zeros_like(x)
@@ -129,7 +129,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"],
             "w_gate_up.shape[1]"))
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("capacity", "the capacity ignored", "capacity", 0),
     replace_argument("capacity", "one token more than the capacity", "capacity",
                      off_by("capacity", 1)),
@@ -150,7 +150,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 OP = Op(
     name="moe", family="moe", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     reference_kernel=READS_ON_HOST,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-6, 1e-6)}),       # routing weights are float32

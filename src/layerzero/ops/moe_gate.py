@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
@@ -95,8 +95,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k,
             "top_k"))
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *ROUTED, Alteration("distribution", "the correction bias left out",
+MISTAKES: tuple[Mistake, ...] = (
+    *ROUTED, Mistake("distribution", "the correction bias left out",
                         drop_argument("e_score_correction_bias")),
     replace_argument("distribution", "groups ignored", "n_group", 1))
 
@@ -106,7 +106,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, experts beyon
 OP = Op(
     name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS,
-    alterations=ALTERATIONS,
+    mistakes=MISTAKES,
     tolerance=Tolerance({"float32": (1e-5, 1e-6)}),
     shapes={"logits": "*rows experts", "e_score_correction_bias": "experts"},
     exact=("experts", "top_k", "n_group", "topk_group"),

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
@@ -86,8 +86,8 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
     """Returns (tokens, kv_heads, dim) in `dtype`; `scale` is one number or one per KV head."""
     if scale is None:
         return stored.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (stored.to(wide) * scale.to(wide).reshape(-1, 1)).to(dtype)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    return (stored.to(acc_dtype) * scale.to(acc_dtype).reshape(-1, 1)).to(dtype)
 
 
 def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
@@ -117,8 +117,8 @@ def inputs(
     def strided(t: Tensor) -> Tensor:
         if not stride:
             return t
-        wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
-        return (wide[..., ::2] if stride == "sparse" else wide[..., :t.shape[-1]]).copy_(t)
+        spread = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
+        return (spread[..., ::2] if stride == "sparse" else spread[..., :t.shape[-1]]).copy_(t)
 
     def cache(dim: int) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)
@@ -242,7 +242,7 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6},
     {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,
     replace_argument("scale", "key_scale ignored", "key_scale",
                      lambda v: torch.ones_like(v["key_scale"])),
@@ -251,7 +251,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),

@@ -47,9 +47,9 @@ def reference(
     fmt = FORMATS[format]
     grain = granularity or fmt.granularity
     block_size = block_size or fmt.block_size
-    wide = x.detach().float()
+    upcast = x.detach().float()
     if scales is None:
-        finite = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        finite = upcast.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         scales, zeros, global_scale = make_scales(
             finite, fmt, grain, block_size, block_rows, symmetric, global_scale)
     else:
@@ -59,7 +59,7 @@ def reference(
             global_scale = global_scale.to(torch.float32, copy=True)
     factors = scales.float() if global_scale is None else scales.float() * global_scale.float()
     spread_zeros = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
-    codes = encode(wide / expand_scales(factors, x.shape, block_size, block_rows), fmt,
+    codes = encode(upcast / expand_scales(factors, x.shape, block_size, block_rows), fmt,
                    spread_zeros)
     return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
 

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import (
@@ -71,13 +71,13 @@ def reference(
     weight = dequantize_codes(weight_q, scales, zeros, FORMATS[format], in_features,
                               group_size or in_features, rows_per_scale, global_scale)
     if activations in ("int8", "fp8"):
-        wide, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
-        step = (x.to(wide).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
-        codes = (x.to(wide) / step).clamp(-largest, largest)
+        acc_dtype, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
+        step = (x.to(acc_dtype).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
+        codes = (x.to(acc_dtype) / step).clamp(-largest, largest)
         codes = (codes.round() if activations == "int8"
-                 else codes.float().to(torch.float8_e4m3fn).to(wide))
+                 else codes.float().to(torch.float8_e4m3fn).to(acc_dtype))
         out = codes @ weight.t() * step
-        return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+        return (out if bias is None else out + bias.to(acc_dtype)).to(x.dtype)
     out = x @ weight.to(x.dtype).t()
     return out if bias is None else out + bias
 
@@ -186,14 +186,14 @@ STRESS: tuple[dict[str, Any], ...] = (
     *({"format": f, "k": 32, "n": 16_411, "rows": (2,)} for f in ("int8", "int4")),
     {"k": 16_448, "n": 6, "rows": (1,), "activations": "int8"})
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged",
+MISTAKES: tuple[Mistake, ...] = (
+    *QUANTIZED, Mistake("convention", "the two codes of a byte exchanged",
                            swap_nibbles("weight_q")),
-    Alteration("convention", "the bias left out", drop_argument("bias")))
+    Mistake("convention", "the bias left out", drop_argument("bias")))
 
 OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     # In float32 torch's matmul is off by 1e-6 for some inputs; the eager error is tighter.
     batch_dims=("rows",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
+from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
@@ -60,13 +60,13 @@ def _subtract_mean(op: Any, v: Values) -> Values:
     return {**v, "x": v["x"] - v["x"].mean(-1, keepdim=True)}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the mean subtracted, as layer norm does", _subtract_mean), *NORM,
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the mean subtracted, as layer norm does", _subtract_mean), *NORM,
     change_results("convention", "eps outside the square root", eps_outside_sqrt))
 
 OP = Op(
     name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
-    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, dtypes, one_of
@@ -179,12 +179,12 @@ def _other_style(op: Any, v: Values) -> Values:
     return {**v, "style": "interleaved" if v["style"] == "rotate_half" else "rotate_half"}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the other convention of pairs (rotate_half or interleaved)",
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the other convention of pairs (rotate_half or interleaved)",
                _other_style),
     replace_argument("convention", "the rotation in the other direction", "sin",
                      lambda v: -v["sin"]),
-    Alteration("alignment", "position_ids ignored", _no_ids),
+    Mistake("alignment", "position_ids ignored", _no_ids),
     replace_argument("alignment", "the positions of the first row for all", "position_ids",
                      lambda v: v["position_ids"][:1].expand_as(v["position_ids"])
                      if v["position_ids"].dim() == 2 else v["position_ids"]),
@@ -193,7 +193,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    stress=STRESS, alterations=ALTERATIONS,
+    stress=STRESS, mistakes=MISTAKES,
     batch_dims=("batch", "cos_batch", "ids_batch"), shard_dims=("heads", "kv_heads"),
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Results, Values
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import INT32, SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import (
@@ -248,14 +248,14 @@ def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
     return Results((tokens, logs) if v["return_logprobs"] else (tokens,))
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("distribution", "the temperature ignored", "temperature", 1.0),
     replace_argument("distribution", "top_k ignored", "top_k", 0),
     replace_argument("distribution", "top_p ignored", "top_p", 1.0),
     replace_argument("distribution", "min_p ignored", "min_p", 0.0),
     replace_argument("distribution", "one token more in top_k", "top_k", off_by("top_k", 1)),
     replace_argument("distribution", "one token fewer in top_k", "top_k", off_by("top_k", -1)),
-    Alteration("distribution", "top_p without the token that reaches it", _drop_last_of_top_p),
+    Mistake("distribution", "top_p without the token that reaches it", _drop_last_of_top_p),
     replace_argument("distribution", "1 - u in place of u", "uniforms",
                      lambda v: 1.0 - v["uniforms"]),
     replace_argument("distribution", "the square of u in place of u", "uniforms",
@@ -265,7 +265,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="sample", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    stress=STRESS, alterations=ALTERATIONS,
+    stress=STRESS, mistakes=MISTAKES,
     reference_kernel={"prior": 0.006, "overhead_us": 80.0,
                       "workspace": "80 * batch * vocab"},     # sorts the vocabulary
     # Tokens must be equal; the tolerance is for the log-probabilities, which are at least float32.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
@@ -35,21 +35,21 @@ def reference(
     head has in common is expanded: dt, A, D and dt_bias of Mamba-2. z: the output is multiplied by
     silu(z).
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    inputs, step = x.to(wide), dt.to(wide)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    inputs, step = x.to(acc_dtype), dt.to(acc_dtype)
     if dt_bias is not None:
-        step = step + dt_bias.to(wide)
+        step = step + dt_bias.to(acc_dtype)
     if dt_softplus:
         step = F.softplus(step)
     share = x.shape[1] // max(B.shape[1], 1)
-    keys, queries = (t.to(wide).repeat_interleave(share, 1)[:, :, None] for t in (B, C))
-    new = (state.to(wide) * (step[..., None] * A.to(wide)).exp()
+    keys, queries = (t.to(acc_dtype).repeat_interleave(share, 1)[:, :, None] for t in (B, C))
+    new = (state.to(acc_dtype) * (step[..., None] * A.to(acc_dtype)).exp()
            + (step * inputs)[..., None] * keys)
     out = (new * queries).sum(-1)
     if D is not None:
-        out = out + D.to(wide) * inputs
+        out = out + D.to(acc_dtype) * inputs
     if z is not None:
-        out = out * F.silu(z.to(wide))
+        out = out * F.silu(z.to(acc_dtype))
     return out.to(x.dtype), new.to(state.dtype)
 
 
@@ -66,7 +66,7 @@ def inputs(
     """tied: dt, A, D and dt_bias are those of a head, expanded. slow: most of the state stays."""
     gen = torch.Generator("cpu").manual_seed(seed)
     own = 1 if tied else d
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
 
     def drawn(*shape: int, to: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
@@ -75,8 +75,8 @@ def inputs(
     step = drawn(b, h, own) if softplus else drawn(b, h, own).abs()
     step = step * 0.01 if slow else step
     return {
-        "state": drawn(b, h, d, n, to=wide if wide_state else dtype), "x": drawn(b, h, d),
-        "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=wide).expand(h, d, n),
+        "state": drawn(b, h, d, n, to=acc_dtype if wide_state else dtype), "x": drawn(b, h, d),
+        "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=acc_dtype).expand(h, d, n),
         "B": drawn(b, g, n), "C": drawn(b, g, n),
         "D": drawn(h, own).expand(h, d) if skip else None, "z": drawn(b, h, d) if gate else None,
         "dt_bias": drawn(h, own).expand(h, d) if bias else None, "dt_softplus": softplus}
@@ -91,22 +91,22 @@ CASES: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"d": 3, "n": 4}, {"d": 3, "n": 4, "tied": False, "gate": True})
 
-ALTERATIONS: tuple[Alteration, ...] = (
+MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "no softplus of dt", "dt_softplus", False),
-    Alteration("head map", "head h reading group h % groups of B and C",
+    Mistake("head map", "head h reading group h % groups of B and C",
                interleave_groups(("B", "C"), "x", 1)),
-    Alteration("convention", "no bias of dt", drop_argument("dt_bias")),
-    Alteration("convention", "the input not added to the output", drop_argument("D")),
-    Alteration("convention", "no gate", drop_argument("z")),
-    Alteration("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
-    Alteration("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}),
-    Alteration("convention", "B and C confused", lambda op, v: {**v, "B": v["C"], "C": v["B"]}))
+    Mistake("convention", "no bias of dt", drop_argument("dt_bias")),
+    Mistake("convention", "the input not added to the output", drop_argument("D")),
+    Mistake("convention", "no gate", drop_argument("z")),
+    Mistake("convention", "the decay with the other sign", lambda op, v: {**v, "A": -v["A"]}),
+    Mistake("convention", "no decay", lambda op, v: {**v, "A": v["A"] * 0.0}),
+    Mistake("convention", "B and C confused", lambda op, v: {**v, "B": v["C"], "C": v["B"]}))
 
 GROUPS = Wording("heads % groups", "{heads} heads, {groups} groups",
                  {"0": "the number of heads must be a multiple of that of the groups"})
 OP = Op(
     name="selective_state_update", family="linear_attention", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, alterations=ALTERATIONS,
+    inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
     stress=({"b": 4, "h": 32, "g": 4, "d": 64, "n": 128},), main="x",
     reference_kernel={"overhead_us": 60.0,
                       "workspace": "12 * batch * heads * head_dim * state_dim"},

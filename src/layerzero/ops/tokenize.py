@@ -29,9 +29,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..spec.alteration import Alteration, Results, Values
 from ..spec.errors import InvalidCall
 from ..spec.grid import bucket_top
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
@@ -147,7 +147,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 def _change_offsets(
     change: Callable[[str, tuple[int, int]], tuple[int, int]],
 ) -> Callable[[Any, Values], Results | None]:
-    def alter(op: Any, v: Values) -> Results | None:
+    def apply(op: Any, v: Values) -> Results | None:
         out = op.reference(**v)
         spans = getattr(out, "offsets", None)
         if spans is None:
@@ -157,13 +157,13 @@ def _change_offsets(
         moved = [[change(t, tuple(s)) for s in row] for t, row in zip(texts, rows)]
         return Results((replace(out, offsets=moved[0] if single else moved),))
 
-    return alter
+    return apply
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "offsets one too far",
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "offsets one too far",
                _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
-    Alteration("convention", "offsets in bytes, not characters", _change_offsets(
+    Mistake("convention", "offsets in bytes, not characters", _change_offsets(
         lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
     replace_argument("convention", "special tokens not added", "add_special_tokens", False),
     replace_argument("convention", "truncated on the other side", "truncation_side",
@@ -173,7 +173,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 
 OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "overhead_us": 5000.0, "requires": BYTE_LEVEL_BPE},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, words=WORDS,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),

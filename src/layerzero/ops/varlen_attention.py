@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration, Values
 from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
+from ..spec.mistake import Mistake, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, at_most, dtypes, equals
@@ -131,14 +131,14 @@ def _merge_sequences(op: Any, v: Values) -> Values:
     return {**v, **ends, "max_seqlen_q": v["query"].shape[0], "max_seqlen_k": v["key"].shape[0]}
 
 
-ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP,
-    Alteration("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
-    *WINDOW, *LSE, Alteration("mask", "all sequences taken for one", _merge_sequences))
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP,
+    Mistake("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
+    *WINDOW, *LSE, Mistake("mask", "all sequences taken for one", _merge_sequences))
 
 OP = Op(
     name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST,
                       "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

@@ -113,7 +113,8 @@ class FleetStore(Store):
         return version
 
     def _add_mode(self, connection: Any) -> None:
-        """As `_migrate_eager_rows` of schema.py: CPU rows were eager, other modes are unknown."""
+        """Adds the column `mode`. As in `_migrate_eager_rows` of schema.py, rows of a CPU were
+        eager, those of others are of an unknown mode."""
         for statement in (
                 "DELETE FROM layerzero_measurements WHERE place !~ '-[0-9]+t$'",
                 "ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT "

@@ -329,8 +329,8 @@ def _ends(row: Row, name: str) -> tuple[float, float]:
 
 def intersection(a: Row, b: Row) -> Row | None:
     """Return the row of calls that both cover, or None; a size not named may be any."""
-    spans, theirs = dict(a.sizes), dict(b.sizes)
-    for name, span in theirs.items():
+    spans, spans_of_b = dict(a.sizes), dict(b.sizes)
+    for name, span in spans_of_b.items():
         met = _intersect(spans.get(name, Span()), span)
         if met is None:
             return None

@@ -105,7 +105,7 @@ def _equal(condition: tuple[str, Any]) -> str:
 
 
 def _condition(head: str, tests: Sequence[str], tail: str, indent: str) -> list[str]:
-    """`head`, the tests joined by `and`, `tail`: over as many lines as it takes."""
+    """Yields `head`, the tests joined by `and`, and `tail`, over as many lines as it takes."""
     lines = [indent + head + tests[0]] if tests else []
     for test in tests[1:]:
         if len(lines[-1]) + len(test) > _WIDTH:

@@ -122,12 +122,12 @@ def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], wor
             "kernels", "a kernel that may serve each call, and those that policy locks", findings,
             f"{plural(len(decided), 'call')}, served by {', '.join(served)}")
     context = world.selection_context(kind, None)
-    able = {op.name: world.roster(op, kind, context).viable for op in world.catalog.ops.values()}
+    viable = {op.name: world.roster(op, kind, context).viable for op in world.catalog.ops.values()}
     findings += [base.failure(f"{op}: no kernel can run on {kind}", "lz list shows why")
-                 for op, kernels in able.items() if not kernels]
+                 for op, kernels in viable.items() if not kernels]
     return ReadinessCheck.of(
         "kernels", "a kernel for each op, and those that policy locks", findings,
-        f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on {kind}")
+        f"{len(viable)} ops, {sum(map(len, viable.values()))} kernels that can run on {kind}")
 
 
 def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
@@ -161,16 +161,16 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
                 if {reason.code for reason in r.reasons} == {Code.UNCERTIFIED}}
     else:
         context = world.selection_context(kind, None)
-        able = {k.id for op in world.catalog.ops.values()
+        viable = {k.id for op in world.catalog.ops.values()
                 for k in world.roster(op, kind, context).viable
                 if not k.untested}
-        ids = {i for i in able if i in context.certified}
-        near = able - ids
+        ids = {i for i in viable if i in context.certified}
+        near = viable - ids
     near = {i for i in near if not i.startswith("reference.")}
-    standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],
+    statuses = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],
                                      world.device(kind))
     findings = [base.warning(f"{kernel}: {why}", "run lz verify kernels for it")
-                for kernel, reason in standing.items() if (why := getattr(reason, "message", ""))]
+                for kernel, reason in statuses.items() if (why := getattr(reason, "message", ""))]
     proven = {i for i in ids if i and not i.startswith("reference.")}
     if near and not proven:
         findings.insert(0, base.failure(

@@ -18,7 +18,7 @@ import torch
 
 from ..dispatch.facts import TENSOR_READERS
 from ..machine import hardware
-from ..selection.key import OFF_CPU, NumberField
+from ..selection.key import OFF_CPU, NumberField, tests_of
 from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
 from ..spec.grid import bucket_bottom, bucket_top
@@ -28,7 +28,7 @@ from ..spec.rules import Rule
 from ..spec.rules.expr import parse
 from ..spec.rules.predicate import Cuts, above, below
 from ..world import snapshot as worlds
-from ..world.snapshot import World, tests_of
+from ..world.snapshot import World
 from .call_facts import facts_of
 from .dryrun import dry_run
 from .proof import Known, interval, proven
@@ -208,9 +208,9 @@ class _Solver:
         span = union(dict(a.sizes)[name], dict(b.sizes)[name])
         if span is None:
             return None
-        theirs = {c[:2]: c for c in b.choices}
-        choices = tuple(Choice(*c[:2], max(c.workspace, theirs[c[:2]].workspace)) for c in a.choices
-                        if c[:2] in theirs)
+        choices_of_b = {c[:2]: c for c in b.choices}
+        choices = tuple(Choice(*c[:2], max(c.workspace, choices_of_b[c[:2]].workspace))
+                        for c in a.choices if c[:2] in choices_of_b)
         sizes = tuple((n, span if n == name else s) for n, s in a.sizes
                       # a derived one of any value
                       if n != name or span != Span() or n not in family.op.derived)

@@ -108,11 +108,11 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS,
             first: Timer | None = None,
             again: Timer | None = None, say: Callable[[str], None] = lambda text: None) -> Iterator[
                 Checked]:
-    """Every call against the baseline of this file. A machine without a baseline of its own is a
-    finding.
+    """Compares every call with the baseline of this file. A machine without a baseline of its own
+    is a finding.
 
-    What seems slower is timed `again`, in processes of their own, and counts as slower only if each
-    of them says so.
+    A call that seems slower is timed by `again`, in processes of its own, and counts as slower only
+    if each of them says so.
     """
     says, name = "there is a baseline of this device", hardware.probe(device).name
     if not path.is_file():
@@ -197,8 +197,8 @@ def _print(words: Sequence[str]) -> None:
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
     """Time lz and torch in turns; return the median ratio with a bootstrap interval."""
     with torch.no_grad():
-        ours, torchs = make(device)
-        timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)
+        lz_call, torch_call = make(device)
+        timings = in_turns({"lz": lz_call, "torch": torch_call}, seconds, device)
     ratios = torch.tensor([t / o for o, t in zip(timings.rounds["lz"], timings.rounds["torch"])],
                           dtype=torch.float64)
     draws = torch.randint(len(ratios), (RESAMPLES, len(ratios)),
@@ -211,7 +211,7 @@ def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Measu
 
 @contextmanager
 def _conditions(device: str) -> Iterator[None]:
-    """One CPU thread and only the shipped measurements: as on a machine just set up."""
+    """Sets one CPU thread and only the shipped measurements, as on a machine just set up."""
     before, threads = worlds.current().policy, torch.get_num_threads()
     configure(perfdb="off", learn=False)
     if device == "cpu":

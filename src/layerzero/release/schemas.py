@@ -163,7 +163,7 @@ KINDS: Mapping[str, FileKind] = {
 
 def structure(data: Any, by_name: tuple[str, ...] = (), opaque: tuple[str, ...] = (),
               at: str = "") -> set[str]:
-    """Every place of JSON data that has a name: {"rows[].op", ...}."""
+    """Returns the path of every named member of JSON data: {"rows[].op", ...}."""
     if at in opaque:
         return {at}
     if isinstance(data, Mapping):
@@ -180,7 +180,7 @@ def structure(data: Any, by_name: tuple[str, ...] = (), opaque: tuple[str, ...] 
 
 
 def check(record: Path | None) -> Iterator[Checked]:
-    """Every kind of file, written and read in a folder that is thrown away; then the database."""
+    """Writes and reads every kind of file in a temporary folder; then the database."""
     known = _recorded(record)
     for name, kind in KINDS.items():
         started, findings = time.perf_counter(), []           # type: float, list[Finding]
@@ -242,7 +242,7 @@ def _structure_of(text: str, kind: FileKind) -> list[str]:
 
 
 def _database() -> Checked:
-    """The SQLite file: made with this version, and one of a later release refused."""
+    """Checks the SQLite file: this version makes one, and refuses that of a later release."""
     started, findings = time.perf_counter(), []   # type: float, list[Finding]
     with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
         path = Path(folder) / "perf.sqlite"

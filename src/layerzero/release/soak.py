@@ -207,7 +207,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
          forks: bool = True, report: SoakReport | None = None, out: Path | None = None,
          ops: tuple[str, ...] = (), seed: int = 0, say: Callable[[SoakSample, Tally], None]
          | None = None) -> SoakReport:
-    """Run for so many seconds more and return the report with this part added.
+    """Run for `seconds` more and return the report with this part added.
 
     `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part
     early; the report then says so, and `out` holds it.
@@ -229,14 +229,14 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
         disturbances = Disturbances(cases, tally, kind, rate, forks, seed)
         workers = Workers(cases, tally, threads, seed)
         probe = Probe(kind)
-        began = time.monotonic()
+        start = time.monotonic()
         cycle = min(max(CYCLE_SECONDS, report.target_seconds / MAX_SAMPLES), max(seconds / 4, 0.5))
         try:
             disturbances.start()
             workers.start()
             step = 0
-            while not interrupted.is_set() and time.monotonic() - began < seconds:
-                end = min(time.monotonic() + cycle, began + seconds)
+            while not interrupted.is_set() and time.monotonic() - start < seconds:
+                end = min(time.monotonic() + cycle, start + seconds)
                 pause = cycle / (len(disturbances) + 1)
                 for _ in range(len(disturbances)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
@@ -245,9 +245,9 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
                     step += 1
                 workers.pause()
                 disturbances.quiet()
-                sample = probe.sample(time.monotonic() - began, tally)
+                sample = probe.sample(time.monotonic() - start, tally)
                 part.samples.append(sample)
-                _note(part, tally, time.monotonic() - began, disturbances)
+                _note(part, tally, time.monotonic() - start, disturbances)
                 if out is not None:
                     report.save(out)
                 if say is not None:
@@ -259,7 +259,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
             part.interrupted = interrupted.is_set()
             workers.end()
             disturbances.end()
-            _note(part, tally, time.monotonic() - began, disturbances)
+            _note(part, tally, time.monotonic() - start, disturbances)
             if out is not None:
                 report.save(out)
     return report
@@ -330,29 +330,29 @@ class Probe:
         public = dispatcher_of("layer_norm").public
         self._wait: Callable[[], Any] = (torch.accelerator.synchronize if device != "cpu"
                                          else lambda: None)
-        self._ours: Callable[[], Any] = lambda: public(x, weight)
-        self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
+        self._lz: Callable[[], Any] = lambda: public(x, weight)
+        self._torch: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
 
     def sample(self, at: float, tally: Tally) -> SoakSample:
-        """The process now. Ours and torch's take turns."""
+        """Returns the state of the process. lz and torch are timed in turns."""
         gc.collect()
         rss, fds, threads = rss_bytes() / 2**20, open_files(), native_threads()
-        ours: list[float] = []
-        torchs: list[float] = []
+        lz_times: list[float] = []
+        torch_times: list[float] = []
         with torch.no_grad():
             for _ in range(PROBE_CALLS):       # what is made on first use is made now
-                self._ours()
-                self._torchs()
+                self._lz()
+                self._torch()
             for _ in range(PROBE_ROUNDS):
-                for call, times in ((self._ours, ours), (self._torchs, torchs)):
+                for call, times in ((self._lz, lz_times), (self._torch, torch_times)):
                     for _ in range(PROBE_CALLS):
-                        began = time.perf_counter_ns()
+                        start = time.perf_counter_ns()
                         call()
                         self._wait()
-                        times.append((time.perf_counter_ns() - began) / 1e3)
-        ours.sort()
-        return SoakSample(at, rss, fds, threads, statistics.median(ours),
-                          ours[int(len(ours) * 0.99)], statistics.median(torchs),
+                        times.append((time.perf_counter_ns() - start) / 1e3)
+        lz_times.sort()
+        return SoakSample(at, rss, fds, threads, statistics.median(lz_times),
+                          lz_times[int(len(lz_times) * 0.99)], statistics.median(torch_times),
                           sum(tally.counts[kind] for kind in CALLS))
 
 

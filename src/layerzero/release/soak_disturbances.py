@@ -67,7 +67,7 @@ class Disturbances:
         self._kernels(0)
 
     def quiet(self) -> None:
-        """The policy in force before the soak, with this soak's own kernels registered."""
+        """Restores the policy in force before the soak, with the soak's own kernels registered."""
         worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class Disturbances:
         self._flaky.clear()
 
     def _kernels(self, i: int) -> None:
-        """The flaky kernels are taken away and others registered under their names."""
+        """Unregisters the flaky kernels and registers others under their names."""
         self._unregister()
         for n, name in enumerate(FLAKY_OPS):
             rate = min(self.rate * RATES[(i // len(self) + n) % len(RATES)], 0.9)
@@ -138,7 +138,7 @@ class Disturbances:
         self.tally.add("short threads", len(short))
 
     def _pressure(self, i: int) -> None:
-        """A quarter of what is free, at most PRESSURE_BYTES of a CPU, is taken for a moment."""
+        """Takes a quarter of the free memory for a moment, of a CPU at most PRESSURE_BYTES."""
         with mmap.mmap(-1, max(min(free_bytes("cpu") // 4, PRESSURE_BYTES),
                                mmap.PAGESIZE)) as taken:
             # it goes back to the system at once, past any allocator
@@ -172,7 +172,7 @@ class Disturbances:
 
 
 def _on_device(device: str) -> Tensor | None:
-    """A quarter of a device's free memory; None where somebody else was faster."""
+    """Allocates a quarter of a device's free memory; None where another process was faster."""
     try:
         return torch.ones(max(free_bytes(device) // 4, 1), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:

@@ -151,7 +151,8 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
 
 
 def _count_raised(case: Case, tally: Tally, error: BaseException) -> None:
-    """A call whose every kernel needs more memory than a disturbance leaves is rightly refused."""
+    """Counts a call that raised. One is right to raise if every kernel needs more memory than a
+    disturbance leaves."""
     if isinstance(error, NoKernelFoundError) and Code.MEMORY_HEADROOM_EXCEEDED in error.codes:
         tally.add("calls refused for want of memory")
         return

@@ -92,14 +92,14 @@ class ModelChecked(Checked):
 
 def _correctness(options: GateOptions) -> Iterator[Checked]:
     """Check that every kernel here keeps its contract: by certificate, or verified now."""
-    able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
+    runnable = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
     if options.lane == "quick":
-        yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))
+        yield _few_cases([k for k in runnable if not k.jit], options, sum(k.jit for k in runnable))
         return
-    standing = certificates.statuses(able, hardware.probe(options.device))
-    proven = ([k for k in able if isinstance(standing[k.id], Certificate)] if options.lane != "full"
-              else [])
-    unproven = [k for k in able if k not in proven]
+    statuses = certificates.statuses(runnable, hardware.probe(options.device))
+    proven = [k for k in runnable if options.lane != "full"
+              and isinstance(statuses[k.id], Certificate)]
+    unproven = [k for k in runnable if k not in proven]
     started, findings, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
     for verdict in certify_all(unproven, options.device, "full" if options.lane == "full"
                                else "quick"):
@@ -115,8 +115,8 @@ def _correctness(options: GateOptions) -> Iterator[Checked]:
     publish()
     yield Checked("contract",
                   f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
-                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able),
-                  tuple(findings), seconds=time.perf_counter() - started)
+                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case",
+                  len(runnable), tuple(findings), seconds=time.perf_counter() - started)
 
 
 def _can_run(kernel: Kernel, device: str) -> bool:

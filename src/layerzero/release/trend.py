@@ -33,10 +33,10 @@ class Trend(Record):
 
 
 def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
-    """The trend of a series in parts; None where there are too few samples to tell.
+    """Returns the Theil-Sen trend of a series in parts; None where there are too few samples.
 
-    The interval is Sen's, from the variance of Kendall's S, which adds up over the parts. It takes
-    samples for independent of each other.
+    The interval is Sen's, from the variance of Kendall's S, which adds up over the parts; samples
+    are assumed to be independent.
     """
     thinned = [_thin(part) for part in parts]
     slopes, variance = [], 0.0

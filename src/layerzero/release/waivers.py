@@ -115,8 +115,8 @@ def name_of(stage: str, finding: Finding) -> str:
 
 def apply(waivers: Iterable[Waiver], names: Iterable[str], stages: Iterable[str], target: str,
           today: date) -> Waived:
-    """`names` of all findings of the `stages` that ran. A waiver of a stage or target that did not
-    run says nothing."""
+    """Applies waivers to findings; `names` are those of all findings of the `stages` that ran. A
+    waiver of a stage or target that did not run says nothing."""
     every, used, by = list(waivers), set(), {}             # type: list[Waiver], set[Waiver], dict[str, Waiver]
     for name in names:
         if not name.startswith(WAIVABLE):

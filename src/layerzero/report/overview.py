@@ -390,7 +390,7 @@ def find_roofs(rates: Rates | None, kinds: Iterable[CallKind], cache_bytes: int)
 
 
 def _has_cost(kind: CallKind) -> bool:
-    """The op's cost counts the forward pass only: calls with gradients have no roofline."""
+    """Returns whether a call has a roofline: the op's cost counts the forward pass only."""
     return bool(kind.flops or kind.bytes) and "grad" not in kind.family.split()
 
 

@@ -38,7 +38,7 @@ class Roofs(NamedTuple):
         return cls(flops, memory, max([memory, *cached]), cache_bytes, frozenset(raised))
 
     def bandwidth(self, nbytes: float) -> float:
-        """Return the bytes per microsecond that a call of so many bytes may reach."""
+        """Return the bytes per microsecond that a call which moves `nbytes` may reach."""
         return self.cache if nbytes <= self.cache_bytes else self.memory
 
     def least_us(self, flops: float, nbytes: float) -> float:

@@ -214,19 +214,19 @@ def _fitted(
         reasons.append(reason)
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(largest))
-        if workspace and workspace > (room := context.headroom()):
-            reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
+        if workspace and workspace > (available := context.headroom()):
+            reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, available, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
 
 def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
     """Returns why a launch would exceed the device's shared memory, if so; absent is 0."""
-    room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
-    if not room:                               # unknown for this device
+    available, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
+    if not available:                          # unknown for this device
         return None
     need = int(needs({name: facts[name] or 0 for name in needs.names}))
-    return (Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room
-            else None)
+    return (None if need <= available
+            else Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {available}", need, SHARED))
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:

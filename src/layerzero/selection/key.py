@@ -11,13 +11,15 @@ The program is compiled twice: to Python (`dispatch/hotpath.py`) and to the nati
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..spec.grid import bucket_top
+from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.rules import Rule
+from ..spec.rules import Condition, Rule
 from ..spec.rules.expr import parse
 from ..spec.rules.predicate import Cuts, Predicate
 
@@ -53,6 +55,28 @@ class KeyProgram:
     def needed(self) -> frozenset[str]:
         """The tensor facts that the slow path must read for the rules."""
         return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)
+
+
+def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
+    """Returns the tests in a kernel's rules. Those of alignment get the suffix OFF_CPU if the
+    kernel does not run on the CPU, or if the rule holds for every CPU call anyway."""
+    tests = _tests.get(kernel)
+    if tests is None:
+        off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
+        tests = _tests[kernel] = tuple(
+            replace(leaf, fact=leaf.fact + OFF_CPU)
+            if leaf.fact.endswith(".alignment") and (off_cpu or _on_cpu(rule)) else leaf
+            for rule in (*kernel.requires, *kernel.less_work_when, *kernel.invariant_when)
+            for leaf in rule.leaves())
+    return tests
+
+
+_tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
+
+
+def _on_cpu(rule: Condition) -> bool | None:
+    """Returns what the rule says of every CPU call; None if that depends on more."""
+    return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 
 def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) -> KeyProgram:

@@ -123,7 +123,7 @@ _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", 
 
 
 def validate_setting(name: str, value: Any) -> Any:
-    """`value` converted to the type of the setting; text is parsed like an environment variable."""
+    """Converts a value to the type of the setting; text is parsed like an environment variable."""
     if name in RENAMED:
         return validate_setting(RENAMED[name], _convert_allow_jit(name, value))
     if name not in SETTINGS:
@@ -448,7 +448,7 @@ class Policy(Record, json="hash layers"):
         return min(max(math.prod(factors, start=1.0), 1e-9), 1e9)
 
     def leaves(self, op: str, known: Container[str] | None = None) -> Iterator[Rule]:
-        """Each test that rules for this op make, once: a cache key must distinguish its outcomes.
+        """Yields each test that rules for this op make, once: a cache key must hold its outcome.
 
         Rules that read a fact outside `known`, the facts of the op, never match: they are left out.
         """

@@ -307,7 +307,7 @@ def worth_trying(guess_us: float, base_guess_us: float) -> bool:
 # statistics
 
 def ratios(base: Runner, other: Runner) -> list[float]:
-    """log(other / base) in each round that both served."""
+    """Returns log(other / base) in each round that both served."""
     return [math.log(other.rounds[i] / us) for i, us in base.rounds.items() if i in other.rounds]
 
 
@@ -320,7 +320,8 @@ def interval(values: Iterable[float]) -> tuple[float, float] | None:
 
 @lru_cache(maxsize=None)
 def _rank(n: int) -> int:
-    """The rank-th smallest and largest of n samples bound the median, but for ERROR_RATE."""
+    """Returns the rank whose smallest and largest of n samples bound the median, but for
+    ERROR_RATE."""
     rank, below = 0, 0.0
     while rank < n:
         below += math.comb(n, rank) / 2 ** n

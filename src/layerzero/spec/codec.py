@@ -160,8 +160,8 @@ class At:
 
 
 def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:
-    """`data` as a value of this type; DataError with every mistake if it is none. `what` names what
-    is read. `extra` are fields of a dataclass that do not come from the data."""
+    """Reads data as a value of this type; DataError lists every mistake. `what` names what is read
+    in messages; `extra` are fields of a dataclass that do not come from the data."""
     at = At("", [], [])
     value: T = read_fields(kind, data, at, **extra) if extra else read(kind, data, at)
     if at.mistakes:
@@ -172,12 +172,12 @@ def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:
 
 
 def read(kind: Any, data: Any, at: At) -> Any:
-    """`data` as a value of this type. After a mistake the value means nothing."""
+    """Reads data as a value of this type. After a mistake the value means nothing."""
     return _reader(kind).read(data, at)
 
 
 def read_fields(kind: Any, data: Any, at: At, **extra: Any) -> Any:
-    """`data` as a dataclass or named tuple, without its own `read_json`; None after a mistake."""
+    """Reads data as a dataclass or named tuple that has no `read_json`; None after a mistake."""
     if not isinstance(data, Mapping):
         return at.wrong("an object", data)
     (layout, members, defaults), before = _shape(kind), len(at.mistakes)

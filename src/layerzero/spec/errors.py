@@ -159,7 +159,7 @@ class CausalAlignmentWarning(UserWarning):
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """A warning that points at the line outside the library that made the call."""
+    """Warns, pointing at the line outside the library that made the call."""
     level, frame = 1, sys._getframe()
     while (frame.f_back
            and (frame.f_globals.get("__name__", "layerzero").partition(".")[0] == "layerzero")):

@@ -100,14 +100,14 @@ def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
     """Returns the sentence about a name that is no kernel of `op`: what is near, where to look."""
-    ours = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
+    of_this_op = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
     of_op = "" if is_pattern(op) else f" of lz.{op}"
     text = f"no kernel{of_op} is called {name.removesuffix('.*')[:100]!r}"
     if elsewhere := sorted({f"lz.{of}" for k, of in kernels.items() if names_kernel(name, k)}):
         text += f", only of {', '.join(elsewhere)}"
-    elif near := _near(name, ours):
+    elif near := _near(name, of_this_op):
         return f"{text}; did you mean {' or '.join(map(repr, near))}?"
-    libraries = ", ".join(_libraries(ours)) or "no library"
+    libraries = ", ".join(_libraries(of_this_op)) or "no library"
     return (f"{text}; there are kernels of {libraries}: "
             f"lz list{'' if is_pattern(op) else f' {op}'} shows them")
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 
-from .alteration import Alteration
 from .codec import Layout, Record, decode, encode_fields
 from .errors import SpecError
+from .mistake import Mistake
 from .names import suggest
 from .plan import Transform
 from .reason import Reason
@@ -156,7 +156,7 @@ class Op:
     gradient_cases: tuple[Mapping[str, Any], ...] = ()
     # sizes at which dropped weights show
     dropout_case: Mapping[str, Any] = field(default_factory=dict)
-    alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel could make
+    mistakes: tuple[Mistake, ...] = ()         # that a kernel could make: verification names them
     # fields of reference.<name>: its workspace, say
     reference_kernel: Mapping[str, Any] = field(default_factory=dict)
     # torch.nn.attention.sdpa_kernel says which kernels may serve it
@@ -317,7 +317,7 @@ class Op:
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
-                              if f.name not in (*_CALLABLES, "alterations", "words", "batch_dims",
+                              if f.name not in (*_CALLABLES, "mistakes", "words", "batch_dims",
                                                 "shard_dims", "invariance_cases", "foreign")))
 
 

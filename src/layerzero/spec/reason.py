@@ -371,7 +371,7 @@ FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception,)
 
 
 def plain(value: Any) -> Value:
-    """`value` as something JSON keeps without loss."""
+    """Returns the value as something that JSON keeps without loss."""
     if type(value) is int and value.bit_length() > 1024:       # Python may not even write it
         return f"an int of {value.bit_length()} bits"
     if value is None or type(value) in (str, int, float, bool):
@@ -383,8 +383,8 @@ def plain(value: Any) -> Value:
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr, limit: int = 500) -> str:
-    """`value` as text for a message; it never raises and is never long. Python converts no int of
-    more than some thousand digits, and a foreign object may raise."""
+    """Returns a value as text for a message; it never raises and is never long. Python converts no
+    int of more than some thousand digits, and a foreign object may raise."""
     try:
         text = as_text(value)
     except FOREIGN_ERRORS as e:

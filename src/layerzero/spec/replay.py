@@ -63,13 +63,13 @@ class Launch:
 
 class Watcher(Protocol):
     def launched(self, launch: Launch) -> None:
-        """A kernel was launched."""
+        """Records a launch of a kernel."""
 
     def keeps(self, tensor: Any, stream: int) -> None:
-        """`tensor` belongs to this stream and outlives the call."""
+        """Says that the tensor belongs to this stream and outlives the call."""
 
     def refuse(self, why: str) -> None:
-        """This call cannot be replayed."""
+        """Says that this call cannot be replayed."""
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("layerzero_replay", default=None)

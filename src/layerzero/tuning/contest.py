@@ -108,21 +108,10 @@ class Contest:
             if not race.has_time_for(self._compile_us(kernel) + 2 * self._call_us(kernel)):
                 self.no_time_for.append(kernel.id)
                 continue
-            try:
-                run = self.dispatcher.bind(kernel, step, self.facts, {} if kernel.jit
-                                           else fixed).run
-                inputs = apply_transforms(self.op, step, self.values, self.facts)
-                # as a request will call it, with the check of its form
-                if kernel.jit:
-                    warmed = jit.warmed_keys(kernel, self.facts, inputs)
-                    run = jit.only_compiled(kernel, run, self.facts, warmed, _unreachable)
-            except loading.LoadFailed as e:
-                mark_unloadable(kernel, e.reason)
-                self.failed[kernel.id] = e.reason
+            bound = self._bind(kernel, step, {} if kernel.jit else fixed)
+            if bound is None:
                 continue
-            except (RuntimeError, MemoryError) as e:           # no memory for the copies
-                self.failed[kernel.id] = faults.reason_of(e, faults.classify(e))
-                continue
+            run, inputs = bound
             if kernel.backend in BACKENDS and not kernel.jit:
                 self.torch_calls[kernel.id] = run, inputs
             if self.mode == COMPILED:
@@ -156,6 +145,25 @@ class Contest:
         if rounds_ahead and not race.out_of_time:      # all of them will take turns
             for name in race.running:
                 race.rounds[name].clear()
+
+    def _bind(self, kernel: Kernel, step: Step,
+              fixed: Mapping[str, Any]) -> tuple[Callable[..., Any], Any] | None:
+        """Load the kernel; return it and its inputs, or None after noting why it failed."""
+        try:
+            run = self.dispatcher.bind(kernel, step, self.facts, fixed).run
+            inputs = apply_transforms(self.op, step, self.values, self.facts)
+            # as a request will call it, with the check of its form
+            if kernel.jit:
+                warmed = jit.warmed_keys(kernel, self.facts, inputs)
+                run = jit.only_compiled(kernel, run, self.facts, warmed, _unreachable)
+            return run, inputs
+        except loading.LoadFailed as e:
+            mark_unloadable(kernel, e.reason)
+            self.failed[kernel.id] = e.reason
+        except (RuntimeError, MemoryError) as e:           # no memory for the copies
+            self.failed[kernel.id] = faults.reason_of(e, faults.classify(e))
+        return None
+
 
     def run(self, rounds: int) -> None:
         """Run rounds until it is settled which is fastest, or the time is up."""

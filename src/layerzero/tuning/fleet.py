@@ -240,8 +240,8 @@ class Fleet:
     def __init__(self, ray: Any, calls: tuple[Call, ...], options: Options, seconds: float | None,
                  progress: Progress) -> None:
         self.ray, self.calls, self.options, self.progress = ray, calls, options, progress
-        self.began = time.perf_counter()
-        self.deadline = None if seconds is None else self.began + seconds
+        self.started_at = time.perf_counter()
+        self.deadline = None if seconds is None else self.started_at + seconds
         threads = os.environ.get("OMP_NUM_THREADS", "")
         self.threads = int(threads) if threads.isdecimal() else 0
         self.affinity = importlib.import_module(
@@ -294,7 +294,8 @@ class Fleet:
         self.progress(self.done, self.total, stopped)
         return FleetReport(
             tuple(self.tuned), tuple(self.already), tuple(self.skipped), tuple(left), stopped,
-            self.rates, time.perf_counter() - self.began, tuple(w.machine for w in self.workers))
+            self.rates, time.perf_counter() - self.started_at,
+            tuple(w.machine for w in self.workers))
 
     # nodes and workers
 

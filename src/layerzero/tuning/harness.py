@@ -86,11 +86,11 @@ class WallWatch:
                 self._flush()
             self._wait()
             cpu_before = self._cpu_time() if self._cpu_time is not None else 0
-            began = self._now()
+            start = self._now()
             for _ in range(calls):
                 contestant()
             self._wait()
-            took = self._now() - began
+            took = self._now() - start
             best = min(best, took)
             if (self._cpu_time is None or took >= LONG_NS
                 or self._cpu_time() - cpu_before >= MIN_CPU_SHARE * took):
@@ -120,9 +120,9 @@ class ColdWatch:
         for begin, end in events:
             self._buffer.zero_()
             begin.record()
-            began = time.perf_counter_ns()
+            start = time.perf_counter_ns()
             contestant()
-            host += time.perf_counter_ns() - began
+            host += time.perf_counter_ns() - start
             end.record()
         torch.cuda.synchronize()
         device = sum(begin.elapsed_time(end) for begin, end in events) * 1e3
@@ -239,10 +239,10 @@ class TimingSummary:
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Return the quantile of ordered values, interpolated between the two nearest."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    rank = share * (len(ordered) - 1)
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 @dataclass(frozen=True)
@@ -338,11 +338,11 @@ class Race:
         None if it failed, or if there was no time for a second call: the first says nothing of its
         speed. The second is expected to take as long as the first, unless that `compiles`.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         if self._sample(name, contestant, 1) is None:
             return None
         # wall-clock: waiting for a compiler is not noise
-        first = (time.perf_counter() - began) * 1e6
+        first = (time.perf_counter() - start) * 1e6
         if not self.has_time_for(0.0 if compiles else first):
             return None
         after = self._sample(name, contestant, 1)

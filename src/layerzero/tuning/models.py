@@ -284,10 +284,10 @@ class _Step:
     def mlp(self, count: int, width: int, ffn: int, tokens: int = 0,
             bias: bool | None = None) -> None:
         activation, bias = self.model.activation, self.model.bias if bias is None else bias
-        wide = 2 * ffn if activation in ("swiglu", "geglu", "geglu_tanh", "reglu") else ffn
+        inner_rows = 2 * ffn if activation in ("swiglu", "geglu", "geglu_tanh", "reglu") else ffn
         self.add("mlp", count, x=self.tensor(self.batch, tokens or self.tokens, width),
-                 weight_in=self.tensor(wide, width), weight_down=self.tensor(width, ffn),
-                 activation=activation, bias_in=self.optional(bias, wide),
+                 weight_in=self.tensor(inner_rows, width), weight_down=self.tensor(width, ffn),
+                 activation=activation, bias_in=self.optional(bias, inner_rows),
                  bias_down=self.optional(bias, width))
 
     def feed_forward(self) -> None:

@@ -26,11 +26,11 @@ class Reading(NamedTuple):
 
 def measure_rates(device: str, seconds: float) -> Reading:
     """Measure the best of several samples of each: noise only slows down. Takes about `seconds`."""
-    watch, began = stopwatch(device), time.perf_counter()
+    watch, start = stopwatch(device), time.perf_counter()
     spreads: list[float] = []
     with torch.no_grad(), no_collection():
-        bandwidth = _bandwidth(watch, device, began + seconds / 2, spreads)
-        rates = [_matmul_rate(watch, device, dtype, began + seconds, spreads)
+        bandwidth = _bandwidth(watch, device, start + seconds / 2, spreads)
+        rates = [_matmul_rate(watch, device, dtype, start + seconds, spreads)
                  for dtype in matmul_dtypes(device)]
     return Reading(Rates(max(rates), bandwidth), max(spreads) > NOISY)
 
@@ -58,7 +58,7 @@ def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float,
     """Measure FLOPs per microsecond, of the fastest size there is time for."""
     best = 0.0
     for n in _sizes(device):
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
             us = _best_us(watch, lambda a=a, b=b: a @ b, end, spreads)  # type: ignore[misc]
@@ -66,7 +66,7 @@ def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float,
         except OUT_OF_MEMORY:
             break
         # the next has eight times the work
-        if time.perf_counter() + 8 * (time.perf_counter() - began) > end:
+        if time.perf_counter() + 8 * (time.perf_counter() - start) > end:
             break
     return best
 

@@ -73,9 +73,9 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     progress  called with (done, total, what) before each kind of call
     save  called with the measurements of each kind, instead of keeping them where all others are
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     target = hardware.probe(device).type if device else hardware.main_kind()
-    tuner = Tuner(rounds, cold, None if seconds is None else began + seconds,
+    tuner = Tuner(rounds, cold, None if seconds is None else start + seconds,
                   save or measurements.record, compile)
     report_progress = progress or (lambda done, total, what: None)
     surveyed, skipped = survey(_calls(calls), target)
@@ -104,7 +104,7 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     report_progress(done, len(jobs), stopped)
     return TuneReport(tuple(tuned), tuple(already), tuple(skipped),
                       tuple(job.call for job in jobs[done:]), stopped,
-                      tuner.rates, time.perf_counter() - began)
+                      tuner.rates, time.perf_counter() - start)
 
 
 def modes_of(mode: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ class Tuner:
         return self.seconds_left <= 0
 
     def tune(self, job: Job, left: int = 1) -> Tuned | Skipped:
-        """Time one call, of so many that are left: a large one must not take the time of all."""
+        """Time one call, with `left` calls to go: a large one must not take the time of all."""
         self._ensure_rates(job.device)
         deadline = (None if self.deadline is None else time.perf_counter()
                     + self.seconds_left * min(1.0, SHARES / left))

@@ -6,11 +6,9 @@ closed --too many faults--> open --cooldown--> half_open --one success--> closed
                              +----one fault-------+   (with twice the cooldown, up to ten minutes)
 A sticky device fault goes to `disabled`, and stays there.
 
-A breaker opens after so many consecutive faults, or at a fault rate over the last calls. Faults are
-counted outside the world, so that counting one invalidates nothing. The number of calls comes from
-the caches, which count hits
-anyway: a hit does nothing for its kernel's health.
-"""
+A breaker opens after a number of consecutive faults, or at a fault rate over the last calls. Faults
+are counted outside the world, so that counting one invalidates nothing. The number of calls comes
+from the caches, which count hits anyway: a hit does nothing for its kernel's health. """
 
 from __future__ import annotations
 

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
 from ..selection.engine import Roster, SelectionContext, Shipped, make_roster, select
-from ..selection.key import OFF_CPU, KeyProgram, compile_key
+from ..selection.key import KeyProgram, compile_key, tests_of
 from ..selection.policy import Layer, Policy
 from ..selection.score import rates_of
 from ..spec.device import Device
@@ -34,7 +33,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
-from ..spec.rules import Condition, Rule
+from ..spec.rules import Rule
 from . import config, events, health, perf_loading, redaction
 from .context import Override
 from .registry import certificates, isolation
@@ -89,17 +88,29 @@ class World:
         """Returns the place whose measurements apply here."""
         return place_of(self.device(kind), torch.get_num_threads() if kind == "cpu" else 0)
 
-    def program(self, op: Op) -> KeyProgram:
-        key_program = self.memo.get(("program", op.name))
-        if key_program is None:
-            leaves = [leaf for k in self.kernels(op.name) for leaf in tests_of(k)]
-            leaves += self.policy.leaves(op.name, op.fact_names)
-            leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
-            leaves += self.table.table.leaves(op.name) if self.table is not None else ()
-            key_program = self.memo["program", op.name] = compile_key(
-                op, leaves,
-                [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
-        return key_program  # type: ignore[no-any-return]
+    def program(self, op: Op, previous: World | None = None) -> KeyProgram:
+        """Returns what a key of `op` holds. It is compiled from the op, its kernels and the tests
+        that policy, overrides and table make; if all these are the same in the `previous` world,
+        that one's program is returned, since to compile is most of what publishing costs."""
+        program = self.memo.get(("program", op.name))
+        if program is None:
+            kernels, tests = self.kernels(op.name), self._configured_tests(op)
+            if (previous is not None and previous.catalog.ops.get(op.name) is op
+                and previous.kernels(op.name) == kernels
+                and previous._configured_tests(op) == tests):
+                program = previous.program(op)
+            else:
+                tests = tests.union(*(tests_of(k) for k in kernels))
+                program = compile_key(op, tests,
+                                      [t for k in kernels for t in (k.workspace, k.shared_memory)])
+            self.memo["program", op.name] = program
+        return program  # type: ignore[no-any-return]
+
+    def _configured_tests(self, op: Op) -> frozenset[Rule]:
+        """Returns the tests of calls of `op` that come from elsewhere than its kernels."""
+        table = self.table.table.leaves(op.name) if self.table is not None else ()
+        return frozenset((*self.policy.leaves(op.name, op.fact_names), *table,
+                          *(leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names)))
 
     def selection_context(self, kind: str, override: Override | None) -> SelectionContext:
         key = ("context", kind, override)
@@ -191,8 +202,7 @@ class World:
                                           else ("availability",))
             if not changes.keys() & {"catalog", "devices"}:
                 kept_keys += tuple(("shipped", kind) for kind in hardware.KINDS)
-            leaves = changes.get("extra_leaves", self.extra_leaves)
-            if leaves == self.extra_leaves and not changes.keys() & {"catalog", "policy", "table"}:
+            if not changes.keys() & {"catalog", "policy", "table", "extra_leaves"}:
                 kept_keys += tuple(("program", op) for op in self.catalog.ops)
             # by name: other threads add to it meanwhile
             memo = {k: self.memo[k] for k in kept_keys if k in self.memo}
@@ -229,27 +239,6 @@ def _still_valid(key: Any, ops: Collection[str]) -> bool:
     if key == "availability" or key[0] in ("program", "captures", "shipped"):
         return True
     return bool(key[0] == "roster" and key[1] not in ops)
-
-
-def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
-    """Returns the tests in a kernel's rules; alignment no CPU kernel tests is OFF_CPU."""
-    tests = _tests.get(kernel)
-    if tests is None:
-        off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
-        tests = _tests[kernel] = tuple(
-            replace(leaf, fact=leaf.fact + OFF_CPU)
-            if leaf.fact.endswith(".alignment") and (off_cpu or _on_cpu(rule)) else leaf
-            for rule in (*kernel.requires, *kernel.less_work_when, *kernel.invariant_when)
-            for leaf in rule.leaves())
-    return tests
-
-
-_tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
-
-
-def _on_cpu(rule: Condition) -> bool | None:
-    """Returns what the rule says of every CPU call; None if that depends on more."""
-    return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 
 _current: World | None = None

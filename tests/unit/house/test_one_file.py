@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.alteration import Alteration
+from ..spec.mistake import Mistake
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS
@@ -30,9 +30,9 @@ from .formulas.common import FLOATS
 
 def reference(gate: Tensor, up: Tensor, gain: float = 1.0) -> Tensor:
     """gain * softsign(gate) * up, elementwise."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    a = gate.to(wide)
-    return (gain * a / (1 + a.abs()) * up.to(wide)).to(gate.dtype)
+    acc_dtype = torch.promote_types(gate.dtype, torch.float32)
+    a = gate.to(acc_dtype)
+    return (gain * a / (1 + a.abs()) * up.to(acc_dtype)).to(gate.dtype)
 
 
 def meta(gate: Tensor, up: Tensor, gain: float = 1.0) -> Tensor:
@@ -54,7 +54,7 @@ OP = Op(
     shapes={"gate": "*rows hidden", "up": "*rows hidden"}, returns=("*rows hidden",), same_dtype=("gate", "up"),
     requires=(dtypes(*FLOATS),), flops="5 * rows * hidden", bytes="3 * itemsize * rows * hidden",
     differentiable=("gate", "up"),
-    alterations=(Alteration("scale", "the gain left out", lambda op, v: None if v["gain"] == 1.0 else {
+    mistakes=(Mistake("scale", "the gain left out", lambda op, v: None if v["gain"] == 1.0 else {
         **v, "gain": 1.0}),),
 )
 '''

@@ -247,7 +247,7 @@ def test_all_layers_of_a_token_in_one_call(name, kind, kv, tmp_path):
         step = TokenStep(run, memory)
         got = torch.cat([step(int(t)) for t in IDS[0, 4:]])
     assert step.kernels == {"decode": "native.ggml_linear, all layers in one call"}
-    assert step.likeliest == int(got[-1].argmax())
+    assert step.greedy_token == int(got[-1].argmax())
     # a code that is rounded the other way is another number
     error = float((got - wanted[4:]).pow(2).mean().sqrt() / wanted.std())
     assert error < 0.03, error

@@ -4,7 +4,10 @@ its world.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
@@ -13,9 +16,12 @@ from helpers import ATTENTION, RMS_NORM, Fake, normalized, path_of, register, ro
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
+from layerzero.plan.table import Span
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.event import Selected, WorldPublished
 from layerzero.spec.op import Op, Tolerance
 from layerzero.spec.rules import at_least, at_most, contiguous, unit_stride
+from layerzero.world import capabilities
 from layerzero.world import snapshot as worlds
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -155,6 +161,119 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
     for w in workers:
         w.join(60)
     assert errors == []
+
+
+# key programs: what a key holds is compiled again only if something it depends on has changed
+
+@contextmanager
+def _denied_by_policy():
+    rule = lz.PolicyRule.of("deny", "fake.one", "rms_norm", {"rows": "<= 700"})
+    lz.configure(rules=(rule,))
+    yield
+    worlds.publish(lambda w: w.replace(policy=w.policy.without("programmatic")), "a test")
+
+
+@contextmanager
+def _beaten_by_a_kernel():
+    register(Fake("fake.two", prior=2e6, requires=(at_most("rows", 700),)))
+    yield
+    lz.unregister("fake.two")
+
+
+@contextmanager
+def _limited_by_capabilities():
+    before = capabilities.export(worlds.current().catalog)
+    row = Fake(requires=(at_least("rows", 701),)).kernel.to_json()
+    capabilities.use({**before, "kernels": [row]})
+    yield
+    capabilities.use(before)
+
+
+@contextmanager
+def _tabled():
+    call = Call("rms_norm", {"x": TensorSpec((700, 16), "float32")})
+    table = lz.tables.solve([call], device="cpu", fill=False)
+    sizes = {**dict(table.rows[0].sizes), "rows": Span(1, 700)}
+    choices = sorted(table.rows[0].choices, key=lambda choice: choice.kernel == "fake.one")
+    row = replace(table.rows[0], sizes=tuple(sizes.items()), choices=tuple(choices))
+    table = replace(table, rows=(row,))
+    lz.tables.use_table(table)
+    yield
+    lz.tables.use_table(None)
+
+
+@contextmanager
+def _overridden():
+    with lz.prefer("fake.other", op="rms_norm", when={"rows": "<= 700"}):
+        yield
+    lz.clear_cache()                            # or the keys go on telling 700 and 701 apart
+
+
+@pytest.mark.parametrize("change", [
+    _denied_by_policy, _beaten_by_a_kernel, _limited_by_capabilities, _tabled,
+    _overridden])
+def test_a_key_tells_apart_what_the_rules_in_force_do(path, change):
+    register(fake := Fake(), Fake("fake.other", prior=9e5))
+    call, dispatcher = path_of(RMS_NORM, path), dispatcher_of("rms_norm")
+    short, long = rows(700), rows(701)         # of one bucket
+
+    def served(x: torch.Tensor) -> bool:
+        before = fake.calls
+        torch.testing.assert_close(call(x), normalized(x))
+        return fake.calls > before
+
+    for _ in range(2):                          # the second time there is a program to use again
+        assert (served(short), served(long)) == (True, True)
+        outside = dispatcher.program
+        with change():
+            assert (served(short), served(long)) == (False, True)
+            assert (served(short), served(long)) == (False, True)
+            inside = dispatcher.program
+            assert inside == replace(worlds.current(), memo={}).program(RMS_NORM) != outside
+            lz.clear_cache()
+            assert (served(long), served(short)) == (True, False)
+        assert (served(short), served(long)) == (True, True)
+        assert dispatcher.program == outside
+
+
+def test_a_program_is_used_again_while_nothing_it_depends_on_changes(path):
+    register(Fake())
+    call, x, dispatcher = path_of(RMS_NORM, path), rows(), dispatcher_of("rms_norm")
+    call(x)
+    program = dispatcher.program
+    for change in (
+            lambda: lz.configure(strict_mode=True),
+            lambda: lz.configure(rules=(lz.PolicyRule.of("deny", "torch.sdpa", "attention",
+                                                         {"seq_k": "> 700"}),)),
+            lambda: register(Fake("fake.attention", ATTENTION, requires=(at_most("seq_k", 700),))),
+            lambda: lz.unregister("fake.attention"),
+            lz.clear_cache):
+        change()
+        torch.testing.assert_close(call(x), normalized(x))
+        assert dispatcher.program is program
+        assert program == replace(worlds.current(), memo={}).program(RMS_NORM)
+
+
+def test_a_program_of_another_op_with_the_same_name_is_not_used():
+    worlds.publish(lambda w: w.replace(), "a test")
+    old = worlds.current()
+    other = replace(RMS_NORM, exact=(*RMS_NORM.exact, "rows"))
+    program = old.program(RMS_NORM)
+    assert old.replace(policy=old.policy).program(RMS_NORM, old) is program
+    new = old.replace(catalog=replace(old.catalog, ops={**old.catalog.ops, "rms_norm": other}))
+    assert new.program(other, old).op is other
+    assert {f.fact for f in new.program(other).fields if f.exact} == {
+        f.fact for f in program.fields if f.exact} | {"rows"}
+
+
+def test_a_world_is_freed_when_another_is_in_force(path):
+    call, x, old = path_of(RMS_NORM, path), rows(), []
+    for n in range(4):
+        lz.configure(cache_size=100 + n)
+        call(x)
+        old.append(weakref.ref(worlds.current()))
+    gc.collect()
+    assert [r() is not None for r in old] == [False, False, False, True]
 
 
 # registering

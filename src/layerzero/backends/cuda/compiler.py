@@ -118,8 +118,8 @@ def architecture(sm: int) -> str:
 
 def header_folders(source: Path) -> tuple[Path, ...]:
     """Returns where a file may include headers from: this folder, and those down to its own."""
-    rooms = (source.parent,) if source.is_absolute() else source.parents[-2::-1]
-    return (FOLDER, *(FOLDER / room for room in rooms))
+    folders = (source.parent,) if source.is_absolute() else source.parents[-2::-1]
+    return (FOLDER, *(FOLDER / folder for folder in folders))
 
 
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
@@ -367,10 +367,10 @@ class CompiledCuda:
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
         """Launches and returns the device."""
         device = torch.cuda.current_device()
-        if _device_count() > 1 and (home := device_of(params, device)) != device:
-            with torch.cuda.device(home):
-                self._launch(home, grid, params)
-            return home
+        if _device_count() > 1 and (tensor_device := device_of(params, device)) != device:
+            with torch.cuda.device(tensor_device):
+                self._launch(tensor_device, grid, params)
+            return tensor_device
         self._launch(device, grid, params)
         return device
 

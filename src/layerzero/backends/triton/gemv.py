@@ -310,8 +310,8 @@ def config(rows: int, n: int, width: int, int4: bool, device: torch.device,
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
            bias: Tensor | None, format: str, group_size: int, chosen: Config | None = None,
            programs: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-    """`format`: that of the codes, of which one row is multiplied, or "" for a weight of floats;
-    `dtype`: of the result, that of x by default."""
+    """Launches the product. `format`: that of the codes, which are multiplied with one row, or ""
+    for a weight of floats; `dtype`: of the result, that of x by default."""
     k, n = x.shape[-1], weight.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=dtype or x.dtype, device=x.device)
     flat = x.reshape(-1, k)

@@ -49,10 +49,10 @@ def update_kernel(
     group = batch * groups + head // (heads // groups)
     b = tl.load(b_ptr + group * STATE + n, mask=n < STATE, other=0.0).to(tl.float32)
     c = tl.load(c_ptr + group * STATE + n, mask=n < STATE, other=0.0).to(tl.float32)
-    place = row * DIM * STATE + p[:, None] * STATE + n[None, :]
-    state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
+    offset = row * DIM * STATE + p[:, None] * STATE + n[None, :]
+    state = tl.load(state_ptr + offset, mask=whole, other=0.0).to(tl.float32)
     state = state * tl.exp(dt[:, None] * a) + (dt * x)[:, None] * b[None, :]
-    tl.store(new_ptr + place, state.to(new_ptr.dtype.element_ty), mask=whole)
+    tl.store(new_ptr + offset, state.to(new_ptr.dtype.element_ty), mask=whole)
     out = tl.sum(state * c[None, :], 1)
     if SKIP:
         out += x * tl.load(d_ptr + head * d_head + p * d_dim, mask=some, other=0.0).to(tl.float32)
@@ -73,11 +73,11 @@ def scan_kernel(
     batch, head = row // heads, row % heads
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n, t = tl.arange(0, WIDE), tl.arange(0, CHUNK)
-    place = row * DIM * STATE + p[:, None] * STATE + n[None, :]
+    offset = row * DIM * STATE + p[:, None] * STATE + n[None, :]
     whole = (p < DIM)[:, None] & (n < STATE)[None, :]
     state = tl.zeros((BLOCK, WIDE), tl.float32)
     if FIRST:
-        state += tl.load(first_ptr + place, mask=whole, other=0.0).to(tl.float32)
+        state += tl.load(first_ptr + offset, mask=whole, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + head).to(tl.float32)
     for start in range(0, seq, CHUNK):
         inside = start + t < seq
@@ -91,14 +91,15 @@ def scan_kernel(
             dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
         dt = tl.where(inside, dt, 0.0)             # tokens after the last one change nothing
         values = (token[:, None] * heads + head) * DIM + p[None, :]
-        there = inside[:, None] & (p < DIM)[None, :]
-        x = tl.load(x_ptr + values, mask=there, other=0.0).to(tl.float32)
+        mask = inside[:, None] & (p < DIM)[None, :]
+        x = tl.load(x_ptr + values, mask=mask, other=0.0).to(tl.float32)
         group = (token[:, None] * groups + head // (heads // groups)) * STATE + n[None, :]
         known = inside[:, None] & (n < STATE)[None, :]
         b = tl.load(b_ptr + group, mask=known, other=0.0).to(tl.float32)
         c = tl.load(c_ptr + group, mask=known, other=0.0).to(tl.float32)
         total = tl.cumsum(dt * a, 0)
-        # not another sum of the same: what is left of both must be nothing
+        # the last element of `total`, not a second sum, which rounds otherwise: end - total must be
+        # exactly 0 at the last token
         end = tl.sum(tl.where(t == CHUNK - 1, total, 0.0), 0)
         lower = t[:, None] >= t[None, :]
         decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], -float("inf")))
@@ -111,10 +112,10 @@ def scan_kernel(
         if SKIP:
             out += x * tl.load(d_ptr + head).to(tl.float32)
         if GATE:
-            z = tl.load(z_ptr + values, mask=there, other=0.0).to(tl.float32)
+            z = tl.load(z_ptr + values, mask=mask, other=0.0).to(tl.float32)
             out *= z * tl.sigmoid(z)
-        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=there)
-    tl.store(last_ptr + place, state, mask=whole)
+        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(last_ptr + offset, state, mask=whole)
 
 
 @triton.jit
@@ -133,11 +134,11 @@ def delta_token_kernel(
     row = tl.program_id(0).to(tl.int64)            # of (batch, value heads)
     batch, head = row // value_heads, row % value_heads
     d, j = tl.arange(0, WIDE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = row * DIM * VALUES + d[:, None] * VALUES + j[None, :]
+    offset = row * DIM * VALUES + d[:, None] * VALUES + j[None, :]
     whole = (d < DIM)[:, None] & (j < VALUES)[None, :]
     state = tl.zeros((WIDE, BLOCK), tl.float32)
     if FIRST:
-        state += tl.load(first_ptr + place, mask=whole, other=0.0).to(tl.float32)
+        state += tl.load(first_ptr + offset, mask=whole, other=0.0).to(tl.float32)
     for s in range(0, seq):
         token = batch * seq + s
         key = (token * heads + head // (value_heads // heads)) * DIM + d
@@ -154,7 +155,7 @@ def delta_token_kernel(
         state = state + k[:, None] * change[None, :]
         out = tl.sum(state * (q * scale)[:, None], 0)
         tl.store(out_ptr + value * VALUES + j, out.to(out_ptr.dtype.element_ty), mask=j < VALUES)
-    tl.store(last_ptr + place, state, mask=whole)
+    tl.store(last_ptr + offset, state, mask=whole)
 
 
 @triton.jit
@@ -167,11 +168,11 @@ def delta_chunk_kernel(
     batch, head = row // value_heads, row % value_heads
     d, j = tl.arange(0, WIDE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = tl.arange(0, CHUNK)
-    place = row * DIM * VALUES + d[:, None] * VALUES + j[None, :]
+    offset = row * DIM * VALUES + d[:, None] * VALUES + j[None, :]
     whole = (d < DIM)[:, None] & (j < VALUES)[None, :]
     state = tl.zeros((WIDE, BLOCK), tl.float32)
     if FIRST:
-        state += tl.load(first_ptr + place, mask=whole, other=0.0).to(tl.float32)
+        state += tl.load(first_ptr + offset, mask=whole, other=0.0).to(tl.float32)
     for start in range(0, seq, CHUNK):
         inside = start + t < seq
         token = batch * seq + start + t
@@ -181,8 +182,8 @@ def delta_chunk_kernel(
         k = _normalized(tl.load(k_ptr + key, mask=known, other=0.0).to(tl.float32), NORM, EPS)
         value = token * value_heads + head
         values = value[:, None] * VALUES + j[None, :]
-        there = inside[:, None] & (j < VALUES)[None, :]
-        v = tl.load(v_ptr + values, mask=there, other=0.0).to(tl.float32)
+        mask = inside[:, None] & (j < VALUES)[None, :]
+        v = tl.load(v_ptr + values, mask=mask, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + value, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + value, mask=inside, other=0.0).to(tl.float32)
         total = tl.cumsum(g, 0)
@@ -197,16 +198,16 @@ def delta_chunk_kernel(
             line = tl.sum(tl.where(t[:, None] == i, system, 0.0), 0)
             solved = tl.sum(line[:, None] * inverse, 0)
             inverse -= tl.where(t[:, None] == i, solved[None, :], 0.0)
-        held = tl.dot(k * tl.exp(total)[:, None], state, input_precision="ieee")
-        new = tl.dot(inverse, (v - held) * beta[:, None], input_precision="ieee")
+        predicted = tl.dot(k * tl.exp(total)[:, None], state, input_precision="ieee")
+        new = tl.dot(inverse, (v - predicted) * beta[:, None], input_precision="ieee")
         q = q * scale
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
         out = tl.dot(scores, new, input_precision="ieee")
         out += tl.dot(q * tl.exp(total)[:, None], state, input_precision="ieee")
-        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=mask)
         state = state * tl.exp(end) + tl.dot(tl.trans(k * tl.exp(end - total)[:, None]), new,
                                              input_precision="ieee")
-    tl.store(last_ptr + place, state, mask=whole)
+    tl.store(last_ptr + offset, state, mask=whole)
 
 
 _update, _scan = Launcher(update_kernel), Launcher(scan_kernel)

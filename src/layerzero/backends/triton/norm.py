@@ -42,16 +42,16 @@ def rms_norm_kernel(
             x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0)
             if RESIDUAL:
                 y = tl.load(residual_ptr + row * residual_row + column, mask=inside, other=0.0)
-        wide = x.to(tl.float32)
+        upcast = x.to(tl.float32)
         if RESIDUAL:
             # rounded before it is normalised
-            x = (wide + y.to(tl.float32)).to(x.dtype)
+            x = (upcast + y.to(tl.float32)).to(x.dtype)
             tl.store(total_ptr + row * HIDDEN + column, x, mask=inside)
-            wide = x.to(tl.float32)
-        wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / HIDDEN + eps)[:, None]
+            upcast = x.to(tl.float32)
+        upcast = upcast * tl.rsqrt(tl.sum(upcast * upcast, 1) / HIDDEN + eps)[:, None]
         if WEIGHT:
-            wide = wide * weight
-        tl.store(out_ptr + row * HIDDEN + column, wide.to(out_ptr.dtype.element_ty), mask=inside)
+            upcast = upcast * weight
+        tl.store(out_ptr + row * HIDDEN + column, upcast.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _launch = Launcher(rms_norm_kernel)

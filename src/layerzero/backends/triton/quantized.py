@@ -38,10 +38,10 @@ EXCESS = tl.constexpr(8388608.0)               # 2^23
 @triton.jit
 def _e4m3(byte):
     """The float32 values of fp8_e4m3 codes, as uint8."""
-    wide = byte.to(tl.int32)
-    bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    codes = byte.to(tl.int32)
+    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36           # 2^120
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
@@ -54,10 +54,10 @@ def _integer(code):
 def _scale(ptr, mask, SCALES: tl.constexpr):
     raw = tl.load(ptr, mask=mask, other=0)
     if SCALES == 1:
-        wide = raw.to(tl.int32)
-        value = (wide << 23).to(tl.float32, bitcast=True)
-        value = tl.where(wide == 0, 5.877471754111438e-39, value)              # 2^-127
-        return tl.where(wide == 255, float("nan"), value)
+        codes = raw.to(tl.int32)
+        value = (codes << 23).to(tl.float32, bitcast=True)
+        value = tl.where(codes == 0, 5.877471754111438e-39, value)              # 2^-127
+        return tl.where(codes == 255, float("nan"), value)
     if SCALES == 2:
         return _e4m3(raw)
     return raw.to(tl.float32)
@@ -142,9 +142,9 @@ def tiled_kernel(
                         mask=(m[:, None] < rows) & inside[None, :], other=0.0)
             acc = tl.dot(low, tl.trans(x), acc)
     if splits > 1:
-        place = (block.to(tl.int64) * splits + split) * BLOCK_N * ROWS
+        offset = (block.to(tl.int64) * splits + split) * BLOCK_N * ROWS
         inner = tl.arange(0, BLOCK_N)[:, None] * ROWS + m[None, :]
-        tl.store(part_ptr + place + inner, acc)
+        tl.store(part_ptr + offset + inner, acc)
         tl.debug_barrier()
         done = tl.atomic_add(count_ptr + block, 1, sem="acq_rel")
         if done == splits - 1:
@@ -152,8 +152,8 @@ def tiled_kernel(
             acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
             # in order, so that the result is deterministic
             for s in range(splits):
-                place = (block.to(tl.int64) * splits + s) * BLOCK_N * ROWS
-                acc += tl.load(part_ptr + place + inner, cache_modifier=".cg")
+                offset = (block.to(tl.int64) * splits + s) * BLOCK_N * ROWS
+                acc += tl.load(part_ptr + offset + inner, cache_modifier=".cg")
             store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
     else:
         store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)

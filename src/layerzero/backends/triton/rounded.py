@@ -37,7 +37,7 @@ BLOCK = 1024
 
 def scaled(sums: Tensor, step: Tensor, scales: Tensor, bias: Tensor | None,
            dtype: torch.dtype) -> Tensor:
-    """int32 sums (rows, n) in units of a step for each row and a scale for each column."""
+    """Returns int32 sums (rows, n) times a step for each row and a scale for each column."""
     rows, n = sums.shape
     out = torch.empty((rows, n), dtype=dtype, device=sums.device)
     _scale((rows, -(-n // BLOCK)), (sums, step, scales, scales if bias is None else bias, out, n),

@@ -116,5 +116,5 @@ def sample(
                                   from_probs)
     if not return_logprobs:
         return token
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return token, torch.where(total > 0, chosen.log() - total.log(), -torch.inf).to(wide)
+    acc_dtype = torch.promote_types(logits.dtype, torch.float32)
+    return token, torch.where(total > 0, chosen.log() - total.log(), -torch.inf).to(acc_dtype)

@@ -284,13 +284,13 @@ def _mass_of_tile(
     """Returns the mass of a tile up to the place `last`, or with COUNT the number of tokens."""
     id = tile * TILE + tl.arange(0, TILE)
     key, weight = _read_tokens(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
-    wide = weight.to(tl.float64)
+    mass = weight.to(tl.float64)
     counted = (((key.to(tl.int64) << ID_BITS) | id) <= last) & (id < vocab)
     if MIN_P:
-        counted = counted & (wide >= least)
+        counted = counted & (mass >= least)
     if COUNT:
-        wide = tl.full((TILE,), 1.0, tl.float64)
-    return tl.sum(tl.where(counted, wide, 0.0), 0)
+        mass = tl.full((TILE,), 1.0, tl.float64)
+    return tl.sum(tl.where(counted, mass, 0.0), 0)
 
 
 @triton.jit
@@ -431,13 +431,14 @@ def draw_kernel(
         target -= tl.sum(tl.where(t < tile_index, by_tile, 0.0), 0)
         ids = tile_index * TILE + tl.arange(0, TILE)
         keys, weights = _read_tokens(logits_ptr, ids, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
-        wide = weights.to(tl.float64)
+        masses = weights.to(tl.float64)
         if MIN_P:
-            wide = tl.where(wide >= least, wide, 0.0)
-        wide = tl.where((((keys.to(tl.int64) << ID_BITS) | ids) <= cut) & (ids < vocab), wide, 0.0)
-        token = tl.min(tl.where((tl.cumsum(wide, 0) > target) & (wide > 0), ids, 0x7FFFFFFF), 0)
+            masses = tl.where(masses >= least, masses, 0.0)
+        counted = (((keys.to(tl.int64) << ID_BITS) | ids) <= cut) & (ids < vocab)
+        masses = tl.where(counted, masses, 0.0)
+        token = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0), ids, 0x7FFFFFFF), 0)
         if token == 0x7FFFFFFF:
-            token = tl.max(tl.where(wide > 0, ids, 0), 0)
+            token = tl.max(tl.where(masses > 0, ids, 0), 0)
         tl.store(token_ptr + row, tl.where(whole > 0, token, -1).to(tl.int64))
-        tl.store(chosen_ptr + row, tl.sum(tl.where(ids == token, wide, 0.0), 0))
+        tl.store(chosen_ptr + row, tl.sum(tl.where(ids == token, masses, 0.0), 0))
         tl.store(total_ptr + row, whole)

@@ -1,1 +1,1 @@
-"""What goes on behind the calls: compiling, and learning which kernel is fastest."""
+"""Threads beside the calls: compiling, and learning which kernel is fastest."""

@@ -46,7 +46,7 @@ from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes
-from .inputs import Inputs, describe, inputs_obstacle
+from .inputs import Inputs, describe, why_no_inputs
 from .sizes import Caller
 
 # seconds to wait for another process that compiles the same
@@ -120,7 +120,7 @@ def compile_now(
     warmed = jit.warmed_keys(kernel, facts, values) if warmed is None else warmed
     if warmed <= worlds.current().warmed:
         return None
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with locks.DeferEvents(), process_lock(_lock_name(kernel, kind), LOCK_SECONDS,
                                                closing), _compile_lock:
@@ -142,7 +142,7 @@ def compile_now(
         elif fault == "sticky":
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
-    events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - began))
+    events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - start))
     op = dispatcher.op.name
     worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed)
                    if kernel.id in w.catalog.by_id else w,
@@ -158,9 +158,9 @@ def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     """Was the kernel compiled here for such calls, and are there caches that may hold it?"""
     if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
         return False
-    ours = config.cache_dir()
-    folders = [ours / "cuda",
-               *(os.environ.get(variable) or ours / name for variable, name in CACHES.items())]
+    cache_folder = config.cache_dir()
+    folders = [cache_folder / "cuda", *(os.environ.get(variable) or cache_folder / name
+                                        for variable, name in CACHES.items())]
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
@@ -192,7 +192,7 @@ class _Job:
     facts: Mapping[str, Any]
     inputs: Inputs
     warmed: frozenset[Any]
-    began: float = 0.0
+    started_at: float = 0.0
 
     @property
     def label(self) -> str:
@@ -266,7 +266,7 @@ def request(
             full = len(_queue) >= MAX_QUEUED
             if full:
                 del _requested[warmed]         # it may be requested again
-        problem = f"{MAX_QUEUED} wait already" if full else inputs_obstacle(kernel, facts, values)
+        problem = f"{MAX_QUEUED} wait already" if full else why_no_inputs(kernel, facts, values)
         try:
             inputs = None if problem else describe(values, facts["grad"])
         # no memory for the copies: the caller must not see that
@@ -307,7 +307,7 @@ def _work() -> None:
                 _thread = _current = None
                 return
             job = _current = _queue.popleft()
-            job.began = time.monotonic()
+            job.started_at = time.monotonic()
         try:
             problem = _compile(job)
         except events.ANY_ERROR as e:          # whatever a kernel raises, this thread goes on
@@ -346,7 +346,7 @@ def status() -> CompileStatus:
     with _queue_lock:
         job, waiting = _current, tuple(j.label for j in _queue)
     return CompileStatus(
-        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began,
+        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.started_at,
         waiting
     )
 

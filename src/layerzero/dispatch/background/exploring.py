@@ -58,7 +58,7 @@ class Account:
 
     def reset(self) -> None:
         self.budget = Budget()
-        self.began: float | None = None        # when the first call came
+        self.first_call_at: float | None = None        # when the first call came
         # calls served by another kernel than without learning
         self.explored = 0
         self._last: float | None = None
@@ -75,8 +75,8 @@ class Account:
             if self._last is not None and now > self._last:
                 self.budget.count(total_us=min(now - self._last, MAX_GAP) * 1e6)
             self._last = now
-            if self.began is None:
-                self.began = time.monotonic()
+            if self.first_call_at is None:
+                self.first_call_at = time.monotonic()
 
 
 account = Account()
@@ -148,9 +148,9 @@ class LearnedKind:
         """Return the cost that selection counts: the user's boosts divide the time."""
         return us / step.score.boost
 
-    def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
+    def next(self, available: Callable[[str], bool], call_start: float) -> Ticket | None:
         """Return which kernel serves this call, timed; None: `serving`. The lock is held."""
-        account.tick(began)
+        account.tick(call_start)
         self.collect()
         trial, ticket = self.trial, None
         # Without any budget nothing is decided: deciding costs, and would use up what comes in.
@@ -164,7 +164,7 @@ class LearnedKind:
         if trial.winner:
             self.end()
             return None
-        lost = min((_now() - began) * 1e6, MAX_OVERHEAD_US)
+        lost = min((_now() - call_start) * 1e6, MAX_OVERHEAD_US)
         if not trial.in_flight:                # no budget; otherwise it waits for samples
             rare = int(lost / (MAX_ASKING_SHARE * trial.expected_us(trial.base)))
             self.skip = self.pause = min(2 * self.pause + 1, max(MAX_SKIPPED, rare))
@@ -257,10 +257,10 @@ def statistics_of(samples: list[float]) -> Statistics:
     ordered = sorted(samples)
 
     def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
+        rank = share * (len(ordered) - 1)
+        low = int(rank)
         high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
     return Statistics(at(0.5), (at(0.9) - at(0.1)) / at(0.5), at(0.95), at(0.99))
 
@@ -305,9 +305,9 @@ class Exploring:
             if not kind.lock.acquire(blocking=False):
                 return self._serve(candidates, values)
             try:
-                began = _now()
+                call_start = _now()
                 ticket = kind.next(lambda kernel: self._available(candidates, kernel, values),
-                                   began)
+                                   call_start)
             finally:
                 kind.lock.release()
             if ticket is None:
@@ -315,7 +315,7 @@ class Exploring:
             candidate = candidates[ticket.kernel]
             self._count(candidate, ticket.kernel)
             timed = _run_timed_on_cuda if self.cuda else _run_timed
-            out, sample = timed(candidate.entry.run, values, ticket, began)
+            out, sample = timed(candidate.entry.run, values, ticket, call_start)
         except faults.FAULTS as fault:
             if ticket is None:
                 raise
@@ -377,17 +377,17 @@ def _packed_weights() -> int:
 
 
 def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
-               began: float) -> tuple[Any, TimedCall]:
+               call_start: float) -> tuple[Any, TimedCall]:
     packed, worked = _packed_weights(), _cpu_time()
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, TimedCall(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed,
-                       (_cpu_time() - worked) * 1e6)
+    return out, TimedCall(ticket, took * 1e6, (start - call_start) * 1e6,
+                          _packed_weights() != packed, (_cpu_time() - worked) * 1e6)
 
 
 def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
-                       began: float) -> tuple[Any, TimedCall]:
+                       call_start: float) -> tuple[Any, TimedCall]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = _packed_weights()
     begin.record()
@@ -396,6 +396,6 @@ def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket:
     worked, took = _cpu_time() - worked, _now() - start
     end.record()
     behind = not begin.query()
-    overhead = _now() - began - took
+    overhead = _now() - call_start - took
     return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed,
                           worked * 1e6, (begin, end), behind)

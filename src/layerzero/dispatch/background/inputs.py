@@ -59,7 +59,7 @@ def _tensor_like(t: Tensor, grad: bool) -> TensorLike:
     return TensorLike(shape, stride, t.dtype, t.device, offset, grad and t.requires_grad, numbers)
 
 
-def inputs_obstacle(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
+def why_no_inputs(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
     """Return why inputs like these must not be made; "" if they may be."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if facts.get("dropout_p"):

@@ -200,14 +200,14 @@ def report_compile(kernel: Kernel, run: Callable[..., Any], grad: bool,
     def compiling(*values: Any) -> Any:
         if not first.acquire(blocking=False):  # never released: there is one first call
             return run(*values) if library else call(run, values, grad)
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             out = call(run, values, grad)
         except faults.FAULTS as fault:
             if faults.classify(fault) == "kernel":
                 failed(fault)
             raise
-        events.emit(WarmedUp(kernel.op.name, kernel.id, time.perf_counter() - began))
+        events.emit(WarmedUp(kernel.op.name, kernel.id, time.perf_counter() - start))
         return out
 
     return compiling

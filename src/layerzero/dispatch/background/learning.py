@@ -353,8 +353,8 @@ class LearnStatus(NamedTuple):
 
 
 def status() -> LearnStatus:
-    lost, began = account.budget.lost_us / 1e6, account.began
-    span = time.monotonic() - began if began is not None else 0.0
+    lost, first_call = account.budget.lost_us / 1e6, account.first_call_at
+    span = time.monotonic() - first_call if first_call is not None else 0.0
     return LearnStatus(len(_kinds), _learned, _unclear, account.explored, lost, lost / span
                        if span > 0 else 0.0)
 

@@ -206,9 +206,13 @@ class NativeDispatcher:
         self.compiled = compiled
         self.call: Callable[..., Any] = compiled.call
         self.index = {p.name: i for i, p in enumerate(op.params)}
+        self._encoded: tuple[KeyProgram, tuple[Any, ...]] | None = None
 
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
-        self.compiled.install(*encode(program), epoch, limit)
+        encoded = self._encoded
+        if encoded is None or encoded[0] is not program:
+            encoded = self._encoded = program, encode(program)
+        self.compiled.install(*encoded[1], epoch, limit)
 
     def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], same_in_capture: bool,
             override: Override | None) -> bool:

@@ -54,8 +54,8 @@ def rearranged_calls(attention: Attention, items: Sequence[Items], return_lse: b
     host."""
     def of(rank_items: Items) -> Call:
         if rank_items not in _halves:
-            both = [_half(rank_items, slot) for slot in range(2)]
-            _halves[rank_items] = both, torch.cat([rows for rows, _, _ in both]).argsort()
+            halves = [_half(rank_items, slot) for slot in range(2)]
+            _halves[rank_items] = halves, torch.cat([rows for rows, _, _ in halves]).argsort()
         halves, order = _halves[rank_items]
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -148,7 +148,7 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
               saved: Sequence[Sequence[Tensor]], grads: Sequence[Tensor | None],
               stride: int) -> Program[tuple[Tensor, Tensor, Tensor]]:
     heads, kv_heads, dim = q.shape[1], *k.shape[1:]
-    wide = torch.promote_types(k.dtype, torch.float32)
+    acc_dtype = torch.promote_types(k.dtype, torch.float32)
     dqs: list[Tensor] = []
     dkvs: list[Tensor] = []
     reduced: Pending | None = None
@@ -161,9 +161,9 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
         dq, dk, dv = record.backward(tensors, kv, [None if g is None else g[:, part]
                                                    for g in grads])
         dqs.append(torch.zeros_like(q[:, part]) if dq is None else dq)
-        dkv = kv.new_empty(kv.shape, dtype=wide)
-        for place, grad in ((dkv[..., :dim], dk), (dkv[..., dim:], dv)):
-            place.zero_() if grad is None else place.copy_(grad)
+        dkv = kv.new_empty(kv.shape, dtype=acc_dtype)
+        for target, grad in ((dkv[..., :dim], dk), (dkv[..., dim:], dv)):
+            target.zero_() if grad is None else target.copy_(grad)
         before, reduced = reduced, (yield Exchange("reduce_scatter", dkv))
         if before is not None:                 # one sum under way beside the one that is made
             dkvs.append(before.wait().to(k.dtype))

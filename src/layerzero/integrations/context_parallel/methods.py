@@ -24,8 +24,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _eager(function: Function) -> Function:
-    """A compiled model leaves its graph for the exchanges. torch.compiler.disable alone would do
-    that, and import the compiler for everyone."""
+    """Lets a compiled model leave its graph for the exchanges. torch.compiler.disable alone would
+    do that, and import the compiler for everyone."""
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ def _check_tensors(group: Any, *tensors: Tensors) -> tuple[Ranks, list[list[Tens
                                  if simulated else "the tensor of this rank")
                               + f", got {type(shards).__name__} of {len(shards)}")
         lists.append([shards] if isinstance(shards, Tensor) else list(shards))
-    for t in (t for one in lists for t in one):
+    for t in (t for tensors_of in lists for t in tensors_of):
         if t.dim() != 3 or t.shape[0] != lists[0][0].shape[0]:
             raise ConfigError("query, key and value must be (tokens, heads, dim) with the same "
                               f"number of tokens on every rank, got {tuple(t.shape)} beside "

@@ -63,7 +63,7 @@ class _Ring(torch.autograd.Function):
 
 def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences,
              attention: Attention) -> Program[tuple[Tensor, Tensor]]:
-    wide, dim, dtype = torch.promote_types(q.dtype, torch.float32), k.shape[2], q.dtype
+    acc_dtype, dim, dtype = torch.promote_types(q.dtype, torch.float32), k.shape[2], q.dtype
     parts: list[Tensor] = []                   # out and log-sum-exp so far
     kv, pending = torch.cat((k, v), -1), None
     for step in range(size):
@@ -76,10 +76,10 @@ def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: S
                                        attention.is_causal and source == rank)
             dtype = part.dtype                 # that of autocast
             if parts:
-                parts = merge_attention(torch.stack((parts[0], part.to(wide))),
+                parts = merge_attention(torch.stack((parts[0], part.to(acc_dtype))),
                                         torch.stack((parts[1], part_lse)))
             else:
-                parts = [part.to(wide), part_lse]
+                parts = [part.to(acc_dtype), part_lse]
         if pending is not None and step + 1 < size:
             kv = pending.wait()
     return parts[0].to(dtype), parts[1]        # there are parts: a rank sees its own keys
@@ -88,11 +88,11 @@ def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: S
 def _backward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               dout: Tensor | None, dlse: Tensor | None, sequences: Sequences,
               attention: Attention) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    wide, dim = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    acc_dtype, dim = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     dout = torch.zeros_like(out) if dout is None else dout
     # what a row's log-sum-exp is to gain, less what its part of the result gains
-    shared = (0 if dlse is None else dlse) - (dout.to(wide) * out.to(wide)).sum(-1)
-    dq, kv = torch.zeros_like(q, dtype=wide), torch.cat((k, v), -1)
+    shared = (0 if dlse is None else dlse) - (dout.to(acc_dtype) * out.to(acc_dtype)).sum(-1)
+    dq, kv = torch.zeros_like(q, dtype=acc_dtype), torch.cat((k, v), -1)
     pending: Pending | None = None
     moving: Pending | None = None              # the gradient of these keys, from the rank before
     for step in range(size):
@@ -100,7 +100,7 @@ def _backward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
             pending = yield Exchange("shift", kv)
         source = (rank - step) % size
         items = sequences.of_rank(rank, source, attention.is_causal)
-        dkv = torch.zeros_like(kv, dtype=wide)
+        dkv = torch.zeros_like(kv, dtype=acc_dtype)
         if items is not None:
             leaves = [t.detach().requires_grad_() for t in (q, kv[..., :dim], kv[..., dim:])]
             query, key, value = leaves
@@ -109,7 +109,7 @@ def _backward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
                                     attention.is_causal and source == rank)
             part, part_lse = (t.detach() for t in results)
             share = torch.exp(part_lse - lse).masked_fill(part_lse == -math.inf, 0.0)
-            gain = share * ((dout.to(wide) * part.to(wide)).sum(-1) + shared)
+            gain = share * ((dout.to(acc_dtype) * part.to(acc_dtype)).sum(-1) + shared)
             grads = torch.autograd.grad(results, leaves, (
                 (dout * share.unsqueeze(-1)).to(q.dtype), gain.to(lse.dtype)), allow_unused=True)
             for total, grad in zip((dq, dkv[..., :dim], dkv[..., dim:]), grads):

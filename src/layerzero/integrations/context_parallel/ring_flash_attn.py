@@ -194,5 +194,5 @@ def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None, window_siz
 
 
 def _with_probs(result: Any, wanted: bool) -> Any:
-    """The log-sum-exp is (heads, tokens) there."""
+    """Returns the results as ring_flash_attn does: the log-sum-exp is (heads, tokens) there."""
     return (result[0], result[1].transpose(0, 1), None) if wanted else result

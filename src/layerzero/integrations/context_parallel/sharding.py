@@ -65,7 +65,8 @@ class Sequences:
         return self._cached(("gathered", rank, tokens, is_causal), build)
 
     def exchanged(self, tokens: int, is_causal: bool) -> Items:
-        """All tokens of some heads: queries too lie rank by rank."""
+        """Returns the items after the exchange: all tokens of some heads, queries too rank by
+        rank."""
         def build() -> Items:
             owners = sorted((chunk, rank, slot) for rank in range(self.world_size) for slot, chunk
                             in enumerate(chunks_of(rank, self.world_size, self.layout)))
@@ -80,9 +81,10 @@ class Sequences:
         Causality is in the choice of keys, and a diagonal only where the rank is the source
         itself."""
         def build() -> Items | None:
-            held = chunks_of(source, self.world_size, self.layout)
+            source_chunks = chunks_of(source, self.world_size, self.layout)
             queries = enumerate(chunks_of(rank, self.world_size, self.layout))
-            rows = [(self._starts(slot), sum(c <= chunk for c in held) if is_causal else len(held))
+            rows = [(self._starts(slot), sum(c <= chunk for c in source_chunks) if is_causal
+                     else len(source_chunks))
                     for slot, chunk in queries]
             rows = [row for row in rows if row[1]]
             if not rows:
@@ -96,10 +98,11 @@ class Sequences:
         return self._cached(("of_rank", rank, source, is_causal), build)
 
     def _make_items(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
-        """`rows`: where a chunk of every sequence begins, and how many chunks it sees."""
-        place = {chunk: rank * tokens + self._starts(slot) for rank in range(self.world_size)
+        """Makes items. `rows`: where a chunk of every sequence begins, and how many chunks it
+        sees."""
+        start_of = {chunk: rank * tokens + self._starts(slot) for rank in range(self.world_size)
                  for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))}
-        starts = torch.stack([place[chunk] for chunk in range(len(place))], 1)
+        starts = torch.stack([start_of[chunk] for chunk in range(len(start_of))], 1)
         nothing = torch.zeros_like(self._length)
         items = torch.cat([torch.stack((q, self._length, nothing, seen * self._length), 1)
                            for q, seen in rows])
@@ -161,8 +164,8 @@ def sequences_of(cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None, lay
 
 
 def _build_once(cu_seqlens: Tensor, key: Any, build: Callable[[], Any]) -> Any:
-    """All layers of a model make the same calls: what is made from cu_seqlens stays with it until
-    it is overwritten."""
+    """Returns what `build` makes of cu_seqlens, and keeps it with the tensor until that is written
+    to: all layers of a model make the same calls."""
     # what was made in inference mode counts no versions
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
     known: Any = getattr(cu_seqlens, _ATTRIBUTE, None)

@@ -35,8 +35,8 @@ def ulysses_attention_of(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor],
     packed = [torch.cat([_by_rank(t, size) for t in qkv], -1) for qkv in zip(q, k, v)]
     items = sequences.exchanged(tokens, attention.is_causal)
     results = []
-    for mine in _AllToAll.apply(ranks, *packed):
-        parts = mine.flatten(0, 1).split(widths, 1)
+    for exchanged in _AllToAll.apply(ranks, *packed):
+        parts = exchanged.flatten(0, 1).split(widths, 1)
         query, key, value = (t.unflatten(1, (-1, d)) for t, d in zip(parts, (dim, dim, dim_v)))
         results.append(attention(query, key, value, items, return_lse))
     outs = [r[0] if return_lse else r for r in results]
@@ -48,12 +48,12 @@ def ulysses_attention_of(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor],
 
 
 def _by_rank(t: Tensor, size: int) -> Tensor:
-    """(tokens, heads, dim) -> (ranks, tokens, heads of the rank x dim)"""
+    """Rearranges (tokens, heads, dim) as (ranks, tokens, heads of the rank x dim)."""
     return t.unflatten(1, (size, -1)).movedim(1, 0).flatten(2)
 
 
 def _tokens_back(ranks: Ranks, tensors: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """(all tokens, some columns) of each rank -> (own tokens, all columns)"""
+    """Exchanges (all tokens, some columns) of each rank for (own tokens, all columns)."""
     back = _AllToAll.apply(ranks, *(t.reshape(ranks.size, tokens, -1) for t in tensors))
     return [t.movedim(0, 1).flatten(1) for t in back]
 

@@ -103,9 +103,10 @@ class Session:
         own = {"stale": world.epoch != self.epoch, "met": met,
                "calls": None if calls is None else [[u.op, u.facts[0]] for u in calls]}
         messages = [json.loads(text) for text in self.exchange.gather("kinds", json.dumps(own))]
-        new = {u.id: u for u in (Unit(op, [facts]) for one in messages for op, facts in one["met"])}
-        problem = self._add_calls([one["calls"] for one in messages], new)
-        stale = any(one["stale"] for one in messages)
+        units = (Unit(op, [facts]) for message in messages for op, facts in message["met"])
+        new = {unit.id: unit for unit in units}
+        problem = self._add_calls([message["calls"] for message in messages], new)
+        stale = any(message["stale"] for message in messages)
         asked = {**(self.units if stale else {}), **new}
         changed = 0
         if asked and not problem:
@@ -140,16 +141,17 @@ class Session:
     def _add_calls(self, calls: Sequence[list[Any] | None],
                    new: dict[str, Unit]) -> tuple[str, tuple[int, ...]] | None:
         """Add the calls that all ranks named, matched by position; return what does not match."""
-        names = [None if one is None else [op for op, _ in one] for one in calls]
-        unlike = tuple(self.exchange.members[rank] for rank, one in enumerate(names)
-                       if one != names[0])
+        names = [None if rank_calls is None else [op for op, _ in rank_calls]
+                 for rank_calls in calls]
+        unlike = tuple(self.exchange.members[rank] for rank, rank_names in enumerate(names)
+                       if rank_names != names[0])
         if unlike:
             words = "sync()" if names[0] is None else f"agree() of {', '.join(names[0]) or 'none'}"
             return (f"lz.distributed: rank {', '.join(map(str, unlike))} came with other calls "
                     f"than rank {self.exchange.members[0]}, which called {words}; name the same "
                     "operations in the same order on every rank, only their shapes may differ",
                     unlike)
-        for row in zip(*(one or [] for one in calls)):
+        for row in zip(*(rank_calls or [] for rank_calls in calls)):
             facts = [facts for _, facts in row]
             unit = Unit(row[0][0], facts[:1] if all(f == facts[0] for f in facts) else facts)
             new[unit.id] = unit
@@ -200,7 +202,7 @@ class Session:
 
     def restore(self, state: Sequence[Any]) -> None:
         """Take over what the others agreed on; nothing yet for those who begin."""
-        units = [Unit(*one) for one in state]
+        units = [Unit(*unit) for unit in state]
         self.units = {u.id: u for u in units}
         world = worlds.current()
         local = {i: self._local(world, u) for i, u in self.units.items()}

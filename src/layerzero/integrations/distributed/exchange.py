@@ -89,7 +89,7 @@ class Exchange:
             # a second try of the round says what the first one said
             own = self._ask(lambda: self._store.compare_set(keys[self.rank], "", text).decode())
             self._wait(step, keys)
-            others = self._ask(lambda: [self._store.get(one).decode() for one in keys])
+            others = self._ask(lambda: [self._store.get(key).decode() for key in keys])
             self._posted[step] = [*others[:self.rank], own, *others[self.rank + 1:]]
         return self._posted[step]
 
@@ -117,8 +117,8 @@ class Exchange:
         end, pause = time.monotonic() + self.timeout, 0.001
         while not self._ask(lambda: self._store.check(list(keys))):
             if time.monotonic() > end:
-                there = self._ask(lambda: [self._store.check([key]) for key in keys])
-                ranks = tuple(m for m, came in zip(self.members, there) if not came)
+                arrived = self._ask(lambda: [self._store.check([key]) for key in keys])
+                ranks = tuple(m for m, came in zip(self.members, arrived) if not came)
                 raise RanksError(
                     f"lz.distributed: rank {', '.join(map(str, ranks))} of "
                     f"{', '.join(map(str, self.members))} did not come to '{step}' within "

@@ -82,10 +82,10 @@ def init(mode: str = "inference", group: Any = None, *, timeout: float = 300.0,
                 f"{exchange.members[0]}\n  " + "\n  ".join(texts) + "\nGive every rank the same "
                 "packages, files and settings; inference goes on with what all have",
                 [exchange.members[rank] for rank, differences in differing.items() if differences])
-        mine = [p for p, name in zip(profiles, groups) if name == groups[exchange.rank]]
+        group_profiles = [p for p, name in zip(profiles, groups) if name == groups[exchange.rank]]
         session = Session(exchange, mode, groups, profiles, own, name,
                           1 + max((s.order for s in _sessions.values()), default=0), texts,
-                          not_shared(mine, world))
+                          not_shared(group_profiles, world))
         if session.denied:
             _deny([*_sessions.values(), session])
         if texts:
@@ -207,8 +207,8 @@ def _check(session: Session, timeout: float | None) -> Agreement:
         return session.agreement
     states = exchange.gather("differ", text)
     exchange.end_round(session.state())
-    usual = max(states, key=lambda one: (states.count(one), -states.index(one)))
-    unlike = [rank for rank, one in enumerate(states) if one != usual]
+    usual = max(states, key=lambda state: (states.count(state), -states.index(state)))
+    unlike = [rank for rank, state in enumerate(states) if state != usual]
     texts = tuple(f"rank {exchange.members[rank]}: "
                   + (", ".join(json.loads(states[rank])[1]) or "as it was, unlike the others")
                   for rank in unlike)
@@ -227,16 +227,16 @@ def _all_equal(exchange: Exchange, text: str) -> bool:
         return len(set(exchange.gather("hash", text))) == 1
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     device = "cuda" if dist.get_backend(exchange.process_group) == "nccl" else "cpu"
-    both = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
     try:
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, exchange.process_group, async_op=True)
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, exchange.process_group, async_op=True)
         work.wait(timedelta(seconds=exchange.timeout))
     except RuntimeError as e:                  # a rank hangs or died after the barrier
         with exchange.within(min(exchange.timeout, SECONDS_TO_REPORT)):
             exchange.gather("not compared", "here")        # raises, naming who does not come
         raise RanksError(f"lz.distributed.check: the all_reduce failed: {e}; restart the group, "
                          "its collectives cannot be relied on any more") from e
-    return bool(both[0] == -both[1])
+    return bool(extremes[0] == -extremes[1])
 
 
 def shutdown(name: str | None = None) -> None:

@@ -62,8 +62,8 @@ class ShardGroup:
 
     def add(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Add the pieces of all ranks, in the one tree."""
-        wide = torch.promote_types(dtype, torch.float32)
-        return _tree(self.gather(_tree([p.to(wide) for p in pieces]))).to(dtype)
+        acc_dtype = torch.promote_types(dtype, torch.float32)
+        return _tree(self.gather(_tree([p.to(acc_dtype) for p in pieces]))).to(dtype)
 
 
 def _tree(terms: Sequence[Tensor]) -> Tensor:

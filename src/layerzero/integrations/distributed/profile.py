@@ -44,8 +44,8 @@ class Profile(NamedTuple):
                   if name not in self.identity]
         if devices:
             pairs.append(("device", self.device, other.device))
-        texts = [f"{name} {theirs or 'none'} instead of {mine or 'none'}"
-                 for name, mine, theirs in pairs if mine != theirs]
+        texts = [f"{name} {there or 'none'} instead of {here or 'none'}"
+                 for name, here, there in pairs if here != there]
         kernels = sorted(k for k in {*self.builds, *other.builds}
                          if self.builds.get(k) != other.builds.get(k))
         if kernels and not texts:              # where a version differs, that says it already

@@ -240,7 +240,7 @@ class WeightReader:
                             f"decoder of this architecture, such as {next(iter(self.unread))}")
         return weights
 
-    def layer(self, at: str) -> Iterator[tuple[str, Weight]]:
+    def layer(self, prefix: str) -> Iterator[tuple[str, Weight]]:
         c = self.c
         sizes = {"ln1": c.hidden, "ln2": c.hidden, "post_attention": c.hidden,
                  "post_mlp": c.hidden, "q_norm": c.head_dim, "k_norm": c.head_dim}
@@ -248,56 +248,57 @@ class WeightReader:
         skipped |= set() if c.post_norms else {"post_attention", "post_mlp"}
         for stored, name in _NORMS.items():
             if name not in skipped:
-                yield name, self.take(f"{at}{stored}.weight", sizes[name])
+                yield name, self.take(f"{prefix}{stored}.weight", sizes[name])
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         rows = {"attn_q": q, "attn_k": kv, "attn_v": kv}
-        if f"{at}attn_qkv.weight" in self.unread:
-            yield from self.linear(at, "attn_qkv", "qkv", q + 2 * kv, c.hidden)
+        if f"{prefix}attn_qkv.weight" in self.unread:
+            yield from self.linear(prefix, "attn_qkv", "qkv", q + 2 * kv, c.hidden)
         else:
-            yield from self.joined(at, "qkv", ("q", "k", "v"), rows)
-        yield from self.linear(at, "attn_output", "out", c.hidden, q)
+            yield from self.joined(prefix, "qkv", ("q", "k", "v"), rows)
+        yield from self.linear(prefix, "attn_output", "out", c.hidden, q)
         if c.experts:
-            yield "router", self.take(f"{at}ffn_gate_inp.weight", c.experts, c.hidden)
+            yield "router", self.take(f"{prefix}ffn_gate_inp.weight", c.experts, c.hidden)
             for n in ("gate", "up"):
-                yield f"experts_{n}", self.take(f"{at}ffn_{n}_exps.weight", c.experts, c.inner,
+                yield f"experts_{n}", self.take(f"{prefix}ffn_{n}_exps.weight", c.experts, c.inner,
                                                 c.hidden)
-            yield "experts_down", self.take(f"{at}ffn_down_exps.weight", c.experts, c.hidden,
+            yield "experts_down", self.take(f"{prefix}ffn_down_exps.weight", c.experts, c.hidden,
                                             c.inner)
             return
-        if f"{at}ffn_gate.weight" in self.unread:
-            yield from self.joined(at, "in", ("gate", "up"), {"ffn_gate": c.inner,
+        if f"{prefix}ffn_gate.weight" in self.unread:
+            yield from self.joined(prefix, "in", ("gate", "up"), {"ffn_gate": c.inner,
                                                               "ffn_up": c.inner})
         else:                                  # gate and up in one tensor, gate first
-            yield from self.linear(at, "ffn_up", "in", 2 * c.inner, c.hidden)
-        yield from self.linear(at, "ffn_down", "down", c.hidden, c.inner)
+            yield from self.linear(prefix, "ffn_up", "in", 2 * c.inner, c.hidden)
+        yield from self.linear(prefix, "ffn_down", "down", c.hidden, c.inner)
 
-    def joined(self, at: str, name: str, apart: tuple[str, ...],
+    def joined(self, prefix: str, name: str, names: tuple[str, ...],
                rows: Mapping[str, int]) -> Iterator[tuple[str, Weight]]:
         """Yield several weights as one where their format is the same, else one by one."""
         tensors = {}
-        for n, (stored, count) in zip(apart, rows.items()):
+        for n, (stored, count) in zip(names, rows.items()):
             heads = {"q": self.c.heads, "k": self.c.kv_heads}.get(n, 0) if self.pairs else 0
-            for part, w in self.linear(at, stored, n, count, self.c.hidden):
+            for part, w in self.linear(prefix, stored, n, count, self.c.hidden):
                 tensors[part] = rows_to_halves(w, heads) if heads else w
-        weights = [tensors[n] for n in apart]
+        weights = [tensors[n] for n in names]
         formats = {format_of(w) for w in weights}
         if len(formats) > 1 or any(f in self.apart for f in formats):
             yield from tensors.items()
             return
         yield name, join_rows(*weights)
         for stored in rows:
-            self.file.release(f"{at}{stored}.weight")
-        biases = [tensors[f"{n}.bias"] for n in apart if f"{n}.bias" in tensors]
-        if biases and len(biases) < len(apart):
+            self.file.release(f"{prefix}{stored}.weight")
+        biases = [tensors[f"{n}.bias"] for n in names if f"{n}.bias" in tensors]
+        if biases and len(biases) < len(names):
             raise DataError(f"{self.file.path}: wanted a bias for each of {', '.join(rows)} of "
-                            f"{at}, or for none")
+                            f"{prefix}, or for none")
         if biases:
             yield f"{name}.bias", join_rows(*biases)
 
-    def linear(self, at: str, stored: str, name: str, *shape: int) -> Iterator[tuple[str, Weight]]:
-        yield name, self.take(f"{at}{stored}.weight", *shape)
-        if f"{at}{stored}.bias" in self.unread:
-            yield f"{name}.bias", self.take(f"{at}{stored}.bias", shape[0])
+    def linear(self, prefix: str, stored: str, name: str,
+               *shape: int) -> Iterator[tuple[str, Weight]]:
+        yield name, self.take(f"{prefix}{stored}.weight", *shape)
+        if f"{prefix}{stored}.bias" in self.unread:
+            yield f"{name}.bias", self.take(f"{prefix}{stored}.bias", shape[0])
 
     def take(self, name: str, *shape: int) -> Weight:
         blocks = self.file.blocks(name)

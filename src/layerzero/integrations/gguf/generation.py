@@ -43,51 +43,52 @@ class TextGeneration:
 
     def steps(self) -> Iterator[int]:
         model, c = self.model, self.model.config
-        room = c.max_positions - len(self.prompt)
-        if not self.prompt or room < 1:
+        max_new_tokens = c.max_positions - len(self.prompt)
+        if not self.prompt or max_new_tokens < 1:
             raise ConfigError(
                 f"the prompt must have 1 to {c.max_positions - 1} tokens, got {len(self.prompt)}")
         wrong = next((t for t in self.prompt if not 0 <= t < c.vocab), None)
         if wrong is not None:
             raise ConfigError(f"the prompt's ids must be 0 to {c.vocab - 1}, got {wrong}; the "
                               "tokenizer is that of another model")
-        length = min(self.max_tokens, room)
+        length = min(self.max_tokens, max_new_tokens)
         capacity = len(self.prompt) + length
         phases = {"prefill": self._calls(), "decode": self._calls()}
         kv = SequenceKV(c, capacity, self.kv or str(model.dtype).removeprefix("torch."),
                         device=model.device)
         run = model.decoder(phases["prefill"], capacity)
-        one: TokenStep | None = None
+        token_step: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)
-        began, token = self.clock(), 0
+        start, token = self.clock(), 0
         for step in range(length):
             with torch.no_grad():
                 if step and not self.watch:
-                    if one is None or one.stale():
-                        one = TokenStep(run, kv)
-                    logits = one(token)
+                    if token_step is None or token_step.stale():
+                        token_step = TokenStep(run, kv)
+                    logits = token_step(token)
                 else:
                     logits = run(tokens, kv, last=True)[:, -1]
-                if one is not None and one.likeliest is not None and not self.temperature:
-                    token = one.likeliest
+                if (token_step is not None and token_step.greedy_token is not None
+                        and not self.temperature):
+                    token = token_step.greedy_token
                 else:
-                    tokens = run.do("sample", logits=logits, temperature=self.temperature,
+                    tokens = run.call_op("sample", logits=logits, temperature=self.temperature,
                                     top_k=self.top_k, top_p=self.top_p, seed=self.seed,
                                     offset=step)[:, None]
                     token = int(tokens)
             now = self.clock()
             if step:
-                self.decode_seconds, self._decoded = self.decode_seconds + now - began, step
+                self.decode_seconds, self._decoded = self.decode_seconds + now - start, step
             else:
-                self.prompt_seconds = now - began
-            run.do = phases["decode"]
-            self.kernels = {name: dict(do.counts) for name, do in phases.items()
-                            if isinstance(do, LzCaller)}
+                self.prompt_seconds = now - start
+            run.call_op = phases["decode"]
+            self.kernels = {name: dict(caller.counts) for name, caller in phases.items()
+                            if isinstance(caller, LzCaller)}
             if token in model.stops:
                 return
             self.generated += 1
             yield token
-            began = self.clock()
+            start = self.clock()
 
     @property
     def prompt_rate(self) -> float:

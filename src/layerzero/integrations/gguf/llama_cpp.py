@@ -79,13 +79,13 @@ class Speed(Record):
 
     name: str
     threads: int
-    ours: float
-    theirs: float
+    lz_rate: float
+    peer_rate: float
     ratio: float
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "threads": self.threads, "lz": round(self.ours, 2),
-                "llama_cpp": round(self.theirs, 2), "ratio": round(self.ratio, 3)}
+        return {"name": self.name, "threads": self.threads, "lz": round(self.lz_rate, 2),
+                "llama_cpp": round(self.peer_rate, 2), "ratio": round(self.ratio, 3)}
 
 
 @dataclass
@@ -191,21 +191,21 @@ def peer_process(python: Path, model: str, threads: int, context: int) -> Iterat
 # Comparisons.
 
 def divergence(top: Sequence[Sequence[Any]], logits: Tensor) -> tuple[float, float]:
-    """Return KL(peer, ours) at one position, and how much less likely than its own the peer finds
-    our likeliest token, in nats.
+    """Return KL(peer, lz) at one position, and how much less likely than its own best token the
+    peer finds that of lz, in nats.
 
     The ids that the peer did not list count as one event, which can only lower the KL.
     """
     ids = torch.tensor([t[0] for t in top])
-    theirs = torch.tensor([t[1] for t in top], dtype=torch.float64)
-    ours = logits.double().log_softmax(-1)
-    listed = ours[ids]
-    kl = float((theirs.exp() * (theirs - listed)).sum())
-    rest = 1.0 - float(theirs.exp().sum())
+    peer_log_probs = torch.tensor([t[1] for t in top], dtype=torch.float64)
+    log_probs = logits.double().log_softmax(-1)
+    listed = log_probs[ids]
+    kl = float((peer_log_probs.exp() * (peer_log_probs - listed)).sum())
+    rest = 1.0 - float(peer_log_probs.exp().sum())
     if rest > 1e-9:
         kl += rest * (math.log(rest) - math.log(max(1.0 - float(listed.exp().sum()), 1e-12)))
-    chosen = theirs[ids == int(logits.argmax())]
-    return kl, float(theirs.max() - chosen.max()) if chosen.numel() else math.inf
+    chosen = peer_log_probs[ids == int(logits.argmax())]
+    return kl, float(peer_log_probs.max() - chosen.max()) if chosen.numel() else math.inf
 
 
 def agreement(name: str, tops: Sequence[Any], logits: Tensor) -> Agreement:
@@ -228,7 +228,7 @@ def compare_texts(model: GGUFModel, peer: LlamaCpp, positions: int) -> Agreement
 
 
 def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
-    """Decode so many tokens with the peer, and follow it token by token."""
+    """Decode `count` tokens with the peer, and follow it token by token."""
     prompt = model.tokenize(TEXTS[0], special=True)
     answer = peer.ask(prompt, count, TOP)
     kv, run = SequenceKV(model.config, len(prompt) + count), model.decoder(
@@ -242,24 +242,24 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
          rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = ()) -> Iterator[Speed]:
-    """Yield prompt and decode speeds, in turns, on so many threads; prompts begin as `text`."""
+    """Yield prompt and decode speeds, in turns, on `threads` threads; prompts begin as `text`."""
     clock = time.process_time if peer.times_cpu else time.perf_counter
     text = text or model.tokenize(" ".join(TEXTS) * 8)
-    model = replace(model, stops=frozenset())  # neither ends before so many tokens
+    model = replace(model, stops=frozenset())  # neither ends before `count` tokens
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for name, length, count in (("prompt of", PROMPT, 1),
                                     *(("decode at", n, PERF_TOKENS) for n in contexts)):
-            prompt, ours, theirs = text[:length], [], []
+            prompt, lz_rates, peer_rates = text[:length], [], []
             for _ in range(rounds):
                 run = TextGeneration(model, prompt, count, kv=kv, clock=clock)
                 for _ in run.steps():
                     pass
                 answer = peer.ask(prompt, count)
-                ours.append(run.prompt_rate if count == 1 else run.decode_rate)
-                theirs.append(answer["prompt_rate" if count == 1 else "decode_rate"])
-            yield Speed(f"{name} {length}", threads, median(ours), median(theirs),
-                        median(a / b for a, b in zip(ours, theirs)))
+                lz_rates.append(run.prompt_rate if count == 1 else run.decode_rate)
+                peer_rates.append(answer["prompt_rate" if count == 1 else "decode_rate"])
+            yield Speed(f"{name} {length}", threads, median(lz_rates), median(peer_rates),
+                        median(a / b for a, b in zip(lz_rates, peer_rates)))
     finally:
         torch.set_num_threads(before)

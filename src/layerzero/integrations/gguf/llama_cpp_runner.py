@@ -1,8 +1,8 @@
 """Runs llama.cpp for llama_cpp.py, in a Python of its own: a request per line of stdin, an answer
 per line of stdout, both JSON. It imports nothing of this package.
 
-A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (so many of the
-likeliest ids with their log probabilities for each of them); the answer `tokens`, `top`,
+A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (how many of the
+most likely ids to list with their log probabilities for each); the answer `tokens`, `top`,
 `prompt_rate`, `decode_rate` (tokens per second; of CPU time, if the request says `cpu_time`) and
 `rss` (bytes). One with `stages` (names of
 values of llama.cpp's graph) is answered with the last row of each, "attn_norm-0" and so on.
@@ -71,7 +71,7 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
         count, tokens, top = request["count"], [], []
         clock = time.process_time if request["cpu_time"] else time.perf_counter
         llama.reset()
-        began = clock()
+        start = clock()
         llama.eval(request["prompt"])
         middle = clock()
         for step in range(count):
@@ -87,7 +87,7 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
                 llama.eval([token])
         end = clock()
         return {"tokens": tokens, "top": top,
-                "prompt_rate": len(request["prompt"]) / (middle - began),
+                "prompt_rate": len(request["prompt"]) / (middle - start),
                 "decode_rate": (count - 1) / (end - middle) if count > 1 else 0.0}
 
     return run

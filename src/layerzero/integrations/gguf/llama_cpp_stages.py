@@ -47,8 +47,8 @@ class StageParity(Record):
 def compare_stages(model: GGUFModel, peer: LlamaCpp) -> list[StageParity]:
     """Compare every layer at the last token of a text; [] where the peer shows no stages."""
     ids = model.tokenize(TEXTS[0], special=True)
-    theirs = peer.ask_stages(ids, STAGES)
-    if not theirs:
+    peer_rows = peer.ask_stages(ids, STAGES)
+    if not peer_rows:
         return []
     run, trace = model.decoder(length=len(ids), fused=False), Trace()
     run.trace = trace
@@ -56,11 +56,11 @@ def compare_stages(model: GGUFModel, peer: LlamaCpp) -> list[StageParity]:
         run(torch.tensor([ids]))
     stages = []
     for name, stage in STAGES.items():
-        apart = []
+        errors = []
         for i in range(model.config.layers):
-            ours = trace[f"{i}.{stage}"].value[0, -1].flatten().float()
-            want = torch.tensor(theirs[f"{name}-{i}"])
-            apart.append(float((ours - want).norm() / want.norm()))
-        worst = max(range(len(apart)), key=apart.__getitem__)
-        stages.append(StageParity(stage, len(apart), apart[0], apart[worst], worst))
+            row = trace[f"{i}.{stage}"].value[0, -1].flatten().float()
+            want = torch.tensor(peer_rows[f"{name}-{i}"])
+            errors.append(float((row - want).norm() / want.norm()))
+        worst = max(range(len(errors)), key=errors.__getitem__)
+        stages.append(StageParity(stage, len(errors), errors[0], errors[worst], worst))
     return stages

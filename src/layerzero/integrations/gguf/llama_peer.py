@@ -77,14 +77,14 @@ def trace_stages(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tens
         hooks.append(module.register_forward_hook(hook))
 
     for i, layer in enumerate(model.model.layers):
-        at = f"{i}."
-        keep(layer, f"{at}output", f"{at}input")
-        keep(layer.input_layernorm, f"{at}ln1_out")
-        keep(layer.self_attn.o_proj, f"{at}proj_out", f"{at}attn_out")
-        keep(layer.post_attention_layernorm, f"{at}ln2_out", f"{at}resid")
-        keep(layer.mlp.gate_proj, f"{at}gate")
-        keep(layer.mlp.up_proj, f"{at}up")
-        keep(layer.mlp.down_proj, f"{at}mlp_out", f"{at}act")
+        prefix = f"{i}."
+        keep(layer, f"{prefix}output", f"{prefix}input")
+        keep(layer.input_layernorm, f"{prefix}ln1_out")
+        keep(layer.self_attn.o_proj, f"{prefix}proj_out", f"{prefix}attn_out")
+        keep(layer.post_attention_layernorm, f"{prefix}ln2_out", f"{prefix}resid")
+        keep(layer.mlp.gate_proj, f"{prefix}gate")
+        keep(layer.mlp.up_proj, f"{prefix}up")
+        keep(layer.mlp.down_proj, f"{prefix}mlp_out", f"{prefix}act")
     keep(model.model.embed_tokens, "embed")
     keep(model.model.norm, "norm_out")
     rope: Callable[..., Any] = modeling_llama.apply_rotary_pos_emb
@@ -109,14 +109,14 @@ def _order_stages(c: DecoderConfig, stages: dict[str, Tensor],
                   rotated: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     ordered = {"embed": stages["embed"]}
     for i, (q, k) in enumerate(rotated):
-        at = f"{i}."
+        prefix = f"{i}."
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         ordered |= {
-            f"{at}input": stages[f"{at}input"], f"{at}ln1_out": stages[f"{at}ln1_out"], f"{at}q": q,
-            f"{at}k": k,
-            f"{at}scores": attention_scores(c, q, k),
-            f"{at}attn_out": stages[f"{at}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
-            **{at + s: stages[at + s] for s in ("proj_out", "resid", "ln2_out")},
-            f"{at}fc1": torch.cat((stages[f"{at}gate"], stages[f"{at}up"]), -1),
-            **{at + s: stages[at + s] for s in ("act", "mlp_out", "output")}}
+            **{prefix + s: stages[prefix + s] for s in ("input", "ln1_out")},
+            f"{prefix}q": q, f"{prefix}k": k,
+            f"{prefix}scores": attention_scores(c, q, k),
+            f"{prefix}attn_out": stages[f"{prefix}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
+            **{prefix + s: stages[prefix + s] for s in ("proj_out", "resid", "ln2_out")},
+            f"{prefix}fc1": torch.cat((stages[f"{prefix}gate"], stages[f"{prefix}up"]), -1),
+            **{prefix + s: stages[prefix + s] for s in ("act", "mlp_out", "output")}}
     return {**ordered, "norm_out": stages["norm_out"], "logits": stages["logits"]}

@@ -93,15 +93,15 @@ class GGUFModel:
                 f"{self.name}: the library tokenizers takes no such tokenizer: "
                 f"{shown(e, str)}") from e
 
-    def tokenize(self, text: str, do: Callable[..., Any] | None = None, *,
+    def tokenize(self, text: str, caller: Callable[..., Any] | None = None, *,
                  special: bool = False) -> list[int]:
         """Return the ids of a text; `special` adds the tokens that the file puts around each."""
-        ids = (do or call_op)("tokenize", text=text, tokenizer=self.tokenizer,
+        ids = (caller or call_op)("tokenize", text=text, tokenizer=self.tokenizer,
                               add_special_tokens=special).ids
         return [int(i) for i in ids]
 
-    def detokenize(self, ids: Sequence[int], do: Callable[..., Any] | None = None) -> str:
-        return str((do or call_op)("detokenize", ids=list(ids), tokenizer=self.tokenizer))
+    def detokenize(self, ids: Sequence[int], caller: Callable[..., Any] | None = None) -> str:
+        return str((caller or call_op)("detokenize", ids=list(ids), tokenizer=self.tokenizer))
 
     def chat(self, *messages: tuple[str, str]) -> str:
         """Render (role, content) pairs up to the beginning of the assistant's answer."""
@@ -141,7 +141,7 @@ class GGUFModel:
         return replace(self, weights={name: (w.dequantized() if isinstance(w, GgmlWeight)
                                              else w).to(dtype) for name, w in self.weights.items()})
 
-    def decoder(self, do: OpCaller | None = None, length: int = 0, *,
+    def decoder(self, caller: OpCaller | None = None, length: int = 0, *,
                 fused: bool = True) -> Decoder:
         """Return a Decoder for texts of up to `length` tokens, by default the model's longest."""
         c, length = self.config, min(length or self.config.max_positions, self.config.max_positions)
@@ -149,7 +149,7 @@ class GGUFModel:
         tables = rope_tables(c.head_dim, length, c.rope_base, c.rope_scaling, **sizes)  # type: ignore[arg-type]
         windowed = (rope_tables(c.head_dim, length, c.window_rope_base, **sizes)  # type: ignore[arg-type]
                     if c.window_rope_base and c.window else None)
-        return Decoder(c, self.weights, do or PublicCalls(), tables, fused=fused,
+        return Decoder(c, self.weights, caller or PublicCalls(), tables, fused=fused,
                        window_tables=windowed, activations=self.activations)
 
     def logits(self, ids: Sequence[int] | Tensor, past: PastKV | None = None) -> Tensor:
@@ -196,9 +196,10 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float3
                           f"{activations!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"load_gguf takes dtype {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    place = torch.device(device)
-    hardware.probe(place.type, place.index or 0)       # raises where there is no such device
-    file, on_cpu = read_gguf_file(path), place.type == "cpu"
+    torch_device = torch.device(device)
+    # raises where there is no such device
+    hardware.probe(torch_device.type, torch_device.index or 0)
+    file, on_cpu = read_gguf_file(path), torch_device.type == "cpu"
     packs = on_cpu and activations != "none" and native_build.is_built() is True
     config, weights = read_model(file, dtype, ggml.FORMATS if packs else ())
     if not on_cpu:

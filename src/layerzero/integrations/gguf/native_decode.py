@@ -19,7 +19,7 @@ NO_PRODUCT = [0] * 5
 NORMS = ("ln1", "ln2", "q_norm", "k_norm", "post_attention", "post_mlp")
 
 
-def native_obstacle(decoder: Decoder, kv: SequenceKV) -> str:
+def why_not_native(decoder: Decoder, kv: SequenceKV) -> str:
     """Return why a token of this model cannot be one call, "" if it can."""
     c, weights = decoder.config, decoder.weights
     norm = weights["norm"]
@@ -33,20 +33,20 @@ def native_obstacle(decoder: Decoder, kv: SequenceKV) -> str:
         return "its sizes are no multiples of 32"
     names = [n for i in range(c.layers) for name in PRODUCTS
              for n in _parts(decoder, f"{i}.{name}", name)]
-    apart = [n for n in (*names, "embed" if c.tied else "head")
+    unquantized = [n for n in (*names, "embed" if c.tied else "head")
              if not isinstance(weights.get(n), GgmlWeight)]
-    if apart or decoder.activations != "q8":
-        return f"{apart[0] if apart else 'q8'} is not one quantized product"
+    if unquantized or decoder.activations != "q8":
+        return f"{unquantized[0] if unquantized else 'q8'} is not one quantized product"
     formats = {w.format for w in weights.values() if isinstance(w, GgmlWeight)}
     if not formats <= ggml.FORMATS.keys():
         return f"there is no kernel for {', '.join(sorted(formats - ggml.FORMATS.keys()))}"
     return "" if hasattr(native_build.module(), "ggml_decode") else "lz build has not compiled it"
 
 
-def _parts(decoder: Decoder, at: str, name: str) -> list[str]:
+def _parts(decoder: Decoder, full_name: str, name: str) -> list[str]:
     """Return the names of a product's weights: one, or several where their formats differ."""
-    return [at] if at in decoder.weights else [
-        at.removesuffix(name) + part for part in APART.get(name, (name,))]
+    return [full_name] if full_name in decoder.weights else [
+        full_name.removesuffix(name) + part for part in APART.get(name, (name,))]
 
 
 class NativeDecode:
@@ -75,11 +75,11 @@ class NativeDecode:
                        scale, c.softcap, c.embed_scale)
         self._vocab = c.vocab
 
-    def __call__(self, token: int, place: int) -> tuple[Tensor, int]:
+    def __call__(self, token: int, position: int) -> tuple[Tensor, int]:
         logits = torch.empty((1, self._vocab))
-        likeliest: int = self._run(*self._fixed, token, logits.data_ptr(), place,
+        greedy_token: int = self._run(*self._fixed, token, logits.data_ptr(), position,
                                    torch.get_num_threads())
-        return logits, likeliest
+        return logits, greedy_token
 
     def _embedding(self) -> list[int]:
         """Returns what quant/decode.h reads the rows of tokens from: a product without a kernel."""

@@ -24,7 +24,7 @@ from ...plan.table import Span
 from ...spec.errors import InvalidCall, LayerZeroError
 from ...world import snapshot as worlds
 from .calls import call_op
-from .native_decode import NativeDecode, native_obstacle
+from .native_decode import NativeDecode, why_not_native
 
 Run = Callable[..., Any]
 
@@ -52,7 +52,7 @@ class TokenStep(ChosenKernels):
         assert isinstance(norm, Tensor) and decoder.tables is not None
         self._x = norm.new_zeros((1, 1, c.hidden))
         self._narrow = kv.keys[0].dtype != self._x.dtype
-        self.likeliest: int | None = None      # the next token, where the kernels tell it
+        self.greedy_token: int | None = None      # the next token, where the kernels tell it
         self._native = self._compiled_decoder()
         if self._native is not None:
             return
@@ -66,26 +66,26 @@ class TokenStep(ChosenKernels):
         if not 0 <= token < c.vocab:           # the native step reads the row at this address
             raise InvalidCall(f"wanted a token below {c.vocab}, the size of the vocabulary, got "
                               f"{token}")
-        place = kv.length
-        if place >= kv.keys[0].shape[1]:
+        position = kv.length
+        if position >= kv.keys[0].shape[1]:
             for i in range(c.layers):
-                kv.reserve(i, place + 1)
+                kv.reserve(i, position + 1)
             if self._native is not None:
                 self._native.refresh()
-        logits = self._decode(token, place)
-        kv.length, cap = place + 1, c.logit_softcap
+        logits = self._decode(token, position)
+        kv.length, cap = position + 1, c.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _decode(self, token: int, place: int) -> Tensor:
+    def _decode(self, token: int, position: int) -> Tensor:
         logits: Tensor
         if self._native is not None:
-            logits, self.likeliest = self._native(token, place)
+            logits, self.greedy_token = self._native(token, position)
             return logits
         x = self._embed(token)
         normed = self._first(x)
-        for at in self.layers:
-            normed, x = at.middle(at.out(at.attend(at.qkv(normed), place)), x)
-            normed, x = at.end(at.mlp(normed), x)
+        for layer in self.layers:
+            normed, x = layer.middle(layer.out(layer.attend(layer.qkv(normed), position)), x)
+            normed, x = layer.end(layer.mlp(normed), x)
         logits = self._head(normed)[0]
         return logits
 
@@ -106,24 +106,24 @@ class TokenStep(ChosenKernels):
             self.kernels[f"{op} {fixed.get('format', '')}".strip()] = run.kernel
         return run  # type: ignore[no-any-return]
 
-    def _linear(self, at: str, name: str, x: Tensor) -> Run:
+    def _linear(self, prefix: str, name: str, x: Tensor) -> Run:
         weights = self.decoder.weights
-        if at + name not in weights:
-            parts = [self._linear(at, n, x) for n in APART[name]]
+        if prefix + name not in weights:
+            parts = [self._linear(prefix, n, x) for n in APART[name]]
             return lambda x: torch.cat([part(x) for part in parts], -1)
-        weight, bias = weights[at + name], weights.get(f"{at}{name}.bias")
+        weight, bias = weights[prefix + name], weights.get(f"{prefix}{name}.bias")
         return self._product(x, weight, bias if isinstance(bias, Tensor) else None)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Run:
         if isinstance(weight, GgmlWeight):
-            held, options = weight.blocks, {"format": weight.format,
+            weights, options = weight.blocks, {"format": weight.format,
                                             "activations": self.decoder.activations}
             named = {} if bias is None else {"bias": bias}
-            run = self._bind("quantized_linear", x, held, **named, **options)
+            run = self._bind("quantized_linear", x, weights, **named, **options)
         else:
-            held = weight
-            run = self._bind("linear", x, held, *(() if bias is None else (bias,)))
-        return (lambda x: run(x, held)) if bias is None else (lambda x: run(x, held, bias))
+            weights = weight
+            run = self._bind("linear", x, weights, *(() if bias is None else (bias,)))
+        return (lambda x: run(x, weights)) if bias is None else (lambda x: run(x, weights, bias))
 
     def _norm(self, name: str, x: Tensor) -> Run:
         weight = self.decoder.weights[name]
@@ -141,13 +141,13 @@ class TokenStep(ChosenKernels):
         return lambda branch, residual: run(inner(branch), residual, weight)
 
     def _layer(self, i: int) -> BoundLayer:
-        c, at, x = self.config, f"{i}.", self._x
+        c, prefix, x = self.config, f"{i}.", self._x
         after = f"{i + 1}.ln1" if i + 1 < c.layers else "norm"
         return BoundLayer(
-            self._linear(at, "qkv", x), self._attend(i),
-            self._linear(at, "out", x.new_zeros((1, 1, c.heads * c.head_dim))),
-            self._add_norm(f"{at}ln2", f"{at}post_attention"), self._mlp(i),
-            self._add_norm(after, f"{at}post_mlp"))
+            self._linear(prefix, "qkv", x), self._attend(i),
+            self._linear(prefix, "out", x.new_zeros((1, 1, c.heads * c.head_dim))),
+            self._add_norm(f"{prefix}ln2", f"{prefix}post_attention"), self._mlp(i),
+            self._add_norm(after, f"{prefix}post_mlp"))
 
     def _mlp(self, i: int) -> Run:
         c = self.config
@@ -159,8 +159,8 @@ class TokenStep(ChosenKernels):
             silu, inner = torch.nn.functional.silu, c.inner
 
             def gated(x: Tensor) -> Any:
-                wide = first(x)
-                return second(silu(wide[..., :inner]) * wide[..., inner:])
+                gate_up = first(x)
+                return second(silu(gate_up[..., :inner]) * gate_up[..., inner:])
 
             return gated
         return lambda x: second(activate(c, first(x)))
@@ -168,7 +168,7 @@ class TokenStep(ChosenKernels):
     def _compiled_decoder(self) -> NativeDecode | None:
         """Returns the whole token as one call; None where lz may not choose our kernels."""
         decoder = self.decoder
-        if native_obstacle(decoder, self.kv):
+        if why_not_native(decoder, self.kv):
             return None
         quantized = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
         examples = {(w.format, w.shape): w for w in quantized}
@@ -221,14 +221,14 @@ class TokenStep(ChosenKernels):
         shape, kind, threads = (1, 1, heads * dim), self._x.dtype, torch.get_num_threads
         token_bytes = kv_heads * dim * self._x.element_size()
 
-        def attend(qkv: Tensor, place: int, held: Any = (cos, sin)) -> Tensor:
+        def attend(qkv: Tensor, position: int, kept_alive: Any = (cos, sin)) -> Tensor:
             keys, values = kv.keys[i], kv.values[i]
             out = empty(shape, dtype=kind)
-            first = max(0, place + 1 - window) if window else 0
-            before, angle = first * token_bytes, place * row
+            first = max(0, position + 1 - window) if window else 0
+            before, angle = first * token_bytes, position * row
             token(dtype, qkv.data_ptr(), at_cos + angle, at_sin + angle, keys.data_ptr() + before,
                   values.data_ptr() + before, out.data_ptr(), 1, heads, kv_heads, dim, half, 0,
-                  keys.stride(0), place - first, scale, threads())
+                  keys.stride(0), position - first, scale, threads())
             return out
 
         return attend
@@ -248,18 +248,18 @@ class TokenStep(ChosenKernels):
                           layout="bshd", **fixed)
         options = {"scale": scale, **({"softcap": c.softcap} if c.softcap else {})}
 
-        def attend(qkv: Tensor, place: int) -> Tensor:
+        def attend(qkv: Tensor, position: int) -> Tensor:
             q, k, v = qkv.view(1, 1, -1, c.head_dim).split(sizes, 2)
             if norms:
                 q, k = norms[0](q), norms[1](k)
-            q, k = rope(q, k, tables[0][place:place + 1], tables[1][place:place + 1])
+            q, k = rope(q, k, tables[0][position:position + 1], tables[1][position:position + 1])
             if self._narrow:
                 out: Tensor = kv.attend(call_op, i, q, k, v)
                 return out.flatten(2)
             keys, values = kv.keys[i], kv.values[i]
-            keys[:, place:place + 1], values[:, place:place + 1] = k, v
-            first = max(0, place + 1 - window) if window else 0
-            seen = slice(first, place + 1)
+            keys[:, position:position + 1], values[:, position:position + 1] = k, v
+            first = max(0, position + 1 - window) if window else 0
+            seen = slice(first, position + 1)
             attended: Tensor = self._attention(q.transpose(1, 2), keys[:, seen].transpose(1, 2),
                                                values[:, seen].transpose(1, 2), options)
             return attended.transpose(1, 2).flatten(2)

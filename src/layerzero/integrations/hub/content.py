@@ -67,13 +67,13 @@ class Content:
 
 
 def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
-    home = root.resolve()
-    for at, folders, names in os.walk(folder):
+    resolved_root = root.resolve()
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f != "__pycache__")
         for name in (*folders, *names):
-            inside(Path(at, name), home)
+            inside(Path(parent, name), resolved_root)
         for name in sorted(names):
-            path = Path(at, name)
+            path = Path(parent, name)
             if path.suffix in _BYTECODE:
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
@@ -81,11 +81,11 @@ def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
                     f"{path}: wanted a plain file, got something else; remove it from the "
                     "repository")
             yield path.relative_to(folder).as_posix(), path
-        linked = [f for f in folders if Path(at, f).is_symlink()]
+        linked = [f for f in folders if Path(parent, f).is_symlink()]
         # os.walk does not follow them: the hash would miss them
         if linked:
             raise UnsafePath(
-                f"{Path(at, linked[0])}: a link to a folder; put the files themselves there")
+                f"{Path(parent, linked[0])}: a link to a folder; put the files themselves there")
 
 
 def inside(path: Path, root: Path) -> Path:
@@ -118,15 +118,15 @@ def copy_home(folder: Path, content: Content) -> Path:
 
 def private_copy(folder: Path, root: Path, content: Content) -> Path:
     """Copy the files to where only this user writes: what was checked is what is imported."""
-    home = copy_home(folder, content)
-    copy = home / folder.name
+    copy_root = copy_home(folder, content)
+    copy = copy_root / folder.name
     if _is_intact(copy, content):
         return copy
     try:
-        trusted_folder(cache_dir(), home.parent.name)
+        trusted_folder(cache_dir(), copy_root.parent.name)
     except UntrustedFile as e:
         raise UnsafePath(f"{folder.name} is not loaded: {e}") from e
-    draft = Path(tempfile.mkdtemp(prefix="copying-", dir=home.parent))
+    draft = Path(tempfile.mkdtemp(prefix="copying-", dir=copy_root.parent))
     try:
         for name, path in _files(folder, root):
             target = draft / folder.name / name
@@ -136,11 +136,11 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
         Content.of(draft / folder.name, draft).check(content.files, str(folder),
                                                      "the check a moment ago")
         try:
-            os.rename(draft, home)
+            os.rename(draft, copy_root)
         except OSError:                        # it exists: made by another process, or damaged
             if not _is_intact(copy, content):
-                shutil.rmtree(home)
-                os.rename(draft, home)
+                shutil.rmtree(copy_root)
+                os.rename(draft, copy_root)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return copy
@@ -148,13 +148,14 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
 
 def _is_intact(copy: Path, content: Content) -> bool:
     """Return whether this is an unchanged copy of ours where nobody else can write."""
-    home, root = copy.parent, cache_dir()
+    copy_root, root = copy.parent, cache_dir()
     try:
-        for at, _, names in os.walk(copy):
-            check_folder(root, home.parent.name, home.name, *Path(at).relative_to(home).parts)
+        for parent, _, names in os.walk(copy):
+            check_folder(root, copy_root.parent.name, copy_root.name,
+                         *Path(parent).relative_to(copy_root).parts)
             for name in names:
-                status = os.lstat(Path(at, name))
-                check_owner(status, Path(at, name))
+                status = os.lstat(Path(parent, name))
+                check_owner(status, Path(parent, name))
                 if not stat.S_ISREG(status.st_mode):
                     return False
         if not copy.is_dir():
@@ -167,27 +168,27 @@ def _is_intact(copy: Path, content: Content) -> bool:
 
 def _make_private(folder: Path) -> None:
     """Restrict access to this user, whatever the umask."""
-    for at, _, names in os.walk(folder):
-        os.chmod(at, PRIVATE_FOLDER)
+    for parent, _, names in os.walk(folder):
+        os.chmod(parent, PRIVATE_FOLDER)
         for name in names:
-            os.chmod(Path(at, name), PRIVATE_FILE)
+            os.chmod(Path(parent, name), PRIVATE_FILE)
 
 
 def _drop_bytecode(folder: Path) -> None:
-    for at, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         if "__pycache__" in folders:
             folders.remove("__pycache__")
-            shutil.rmtree(Path(at, "__pycache__"))
+            shutil.rmtree(Path(parent, "__pycache__"))
         for name in names:
             if name.endswith(_BYTECODE):
-                Path(at, name).unlink()
+                Path(parent, name).unlink()
 
 
 # Archives
 
-def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
+def unpack(archive: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
     """Unpack a repository from .zip or .tar(.gz): all, or nothing if a member leads out."""
-    source, target = Path(archive), Path(into)
+    source, target = Path(archive), Path(folder)
     if target.exists() and any(target.iterdir()):
         raise HubError(
             f"{target}: wanted an empty or a new folder to unpack {source.name} into; choose "

@@ -69,13 +69,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _CheckedBuild:
-    place: RepositoryVersion
+    repo: RepositoryVersion
     folder: Path                               # of the build in the repository
     content: Content
     metadata: Any
 
     def copied(self) -> _CheckedBuild:
-        folder = private_copy(self.folder, self.place.root, self.content)
+        folder = private_copy(self.folder, self.repo.root, self.content)
         return replace(self, folder=folder, metadata=importing.metadata_of(folder))
 
 
@@ -143,12 +143,12 @@ class Hub:
         if not version and self.locked is not None and name in self.locked:
             version = (self.locked.pin(name, "")[0].rpartition("@")[2] if self._pins(name) == 1
                        else "")
-        place = run("place", lambda: self._place(name, version))
-        if place is not None:
-            verdicts = judge(place.build, place.root, self.backend, self.portable)
-            variant = run("build", lambda: _choose_variant(place, verdicts)) or ""
+        repo = run("place", lambda: self._find_repository(name, version))
+        if repo is not None:
+            verdicts = judge(repo.build, repo.root, self.backend, self.portable)
+            variant = run("build", lambda: _choose_variant(repo, verdicts)) or ""
         if variant:
-            build = run("files", lambda: _read_build(place, place.build / variant))
+            build = run("files", lambda: _read_build(repo, repo.build / variant))
         if build is not None:
             version = version or str(build.metadata.version)
             run("version", lambda: _check_version(build, version))
@@ -174,16 +174,16 @@ class Hub:
             f"{' or '.join(allowed)}. Read it first; then allow=({name!r},), or pin it: lz hub "
             "lock")
 
-    def _place(self, name: str, version: str) -> tuple[RepositoryVersion, str]:
+    def _find_repository(self, name: str, version: str) -> tuple[RepositoryVersion, str]:
         folders = {key: Path(folder) for key, folder in self.folders.items()}
-        place = sources.find(name, version, folders, self.cache_folder)
-        return place, f"{place.build}{f', commit {place.commit}' if place.commit else ''}"
+        repo = sources.find(name, version, folders, self.cache_folder)
+        return repo, f"{repo.build}{f', commit {repo.commit}' if repo.commit else ''}"
 
     def _check_pin(self, build: _CheckedBuild, version: str) -> tuple[bool, str]:
         if self.locked is None:
             return True, "none is asked for"
-        key, pin = self.locked.pin(build.place.name, version)
-        pin.check(key, build.place.commit, build.folder.name, build.content, str(self.lock))
+        key, pin = self.locked.pin(build.repo.name, version)
+        pin.check(key, build.repo.commit, build.folder.name, build.content, str(self.lock))
         return True, f"{key} as pinned by {self.lock}" + ("" if pin.variants is not None
                                                           else ", the commit only")
 
@@ -231,7 +231,7 @@ class Hub:
     def _dependencies(self, build: _CheckedBuild, parents: tuple[str, ...]) -> dict[str, Path]:
         """Return the builds of all kernels it depends on, each checked too."""
         builds: dict[str, Path] = {}
-        path = (*parents, build.place.name)
+        path = (*parents, build.repo.name)
         for dependency in build.metadata.kernel_depends:
             if dependency.repo_id in path:
                 raise HubError(f"{dependency.repo_id} needs itself, by way of {' -> '.join(path)}; "
@@ -273,8 +273,8 @@ class Hub:
         return kernel
 
     def _certify(self, kernel: Kernel, on: str) -> None:
-        standing = certificates.statuses([kernel], hardware.probe(on))[kernel.id]
-        if isinstance(standing, certificates.Certificate):
+        status = certificates.statuses([kernel], hardware.probe(on))[kernel.id]
+        if isinstance(status, certificates.Certificate):
             return
         verdict = next(iter(certify_all([kernel], on)))
         if verdict.status == "passed":
@@ -296,16 +296,16 @@ class Hub:
         for key in names:
             name, _, version = key.partition("@")
             self._is_allowed(sources.check_name(name))
-            place = self._place(name, sources.check_version(None, version or None))[0]
-            builds = {f.name: _read_build(place, f)[0] for f in sorted(place.build.iterdir())
+            repo = self._find_repository(name, sources.check_version(None, version or None))[0]
+            builds = {f.name: _read_build(repo, f)[0] for f in sorted(repo.build.iterdir())
                       if f.is_dir() and (f / "metadata.json").is_file()}
             if not builds:
-                raise NoVariant(f"{place.build}: wanted builds with a metadata.json, got none")
+                raise NoVariant(f"{repo.build}: wanted builds with a metadata.json, got none")
             version = version or str(next(iter(builds.values())).metadata.version)
             for build in builds.values():
                 _check_version(build, version)
                 _check_digest(build)
-            pins[f"{name}@{version}"] = lockfile.HubPin(place.commit,
+            pins[f"{name}@{version}"] = lockfile.HubPin(repo.commit,
                                                         {v: b.content.files
                                                          for v, b in builds.items()})
         return lockfile.HubLock(pins)
@@ -387,26 +387,26 @@ def _op(op: str | Op) -> Op:
     return known[op]
 
 
-def _choose_variant(place: RepositoryVersion, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
+def _choose_variant(repo: RepositoryVersion, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
     first = next((v for v in verdicts if isinstance(v, Accepted)), None)
     if first is None:
         lines = "".join(f"\n  {v}" for v in verdicts)
         raise NoVariant(
-            f"{place.key}: none of its {len(verdicts)} builds fits this machine; ask for another "
+            f"{repo.key}: none of its {len(verdicts)} builds fits this machine; ask for another "
             f"version, or build it for this torch:{lines}")
     return first.variant, str(first)
 
 
-def _read_build(place: RepositoryVersion, folder: Path) -> tuple[_CheckedBuild, str]:
-    content = Content.of(folder, place.root)
-    return (_CheckedBuild(place, folder, content, importing.metadata_of(folder)),
+def _read_build(repo: RepositoryVersion, folder: Path) -> tuple[_CheckedBuild, str]:
+    content = Content.of(folder, repo.root)
+    return (_CheckedBuild(repo, folder, content, importing.metadata_of(folder)),
             f"{len(content.files)}, sha256 {content.sha256[:16]}...")
 
 
 def _check_version(build: _CheckedBuild, version: str) -> tuple[bool, str]:
     if version.isdigit() and len(version) < 40 and build.metadata.version != int(version):
         raise LockViolation(
-            f"{build.place.key}: wanted version {version}, got a build that says it is version "
+            f"{build.repo.key}: wanted version {version}, got a build that says it is version "
             f"{build.metadata.version}; name the folder of that version, or ask for the other one")
     return True, version
 

@@ -99,8 +99,8 @@ def dependency_key(dependency: Any) -> str:
 
 def home_of(module: ModuleType) -> Path:
     """Return the folder of the build that a module was imported from."""
-    home = Path(str(module.__file__)).parent
-    return home if (home / "metadata.json").is_file() else home.parent
+    folder = Path(str(module.__file__)).parent
+    return folder if (folder / "metadata.json").is_file() else folder.parent
 
 
 def _loaded_module(build: Path) -> ModuleType | None:
@@ -111,13 +111,14 @@ def _loaded_module(build: Path) -> ModuleType | None:
     for loaded in get_loaded_kernels():
         if loaded.metadata.id == kernel_id:
             # ours, or in the cache of kernels, where files are links
-            home = home_of(loaded.module)
-            if home == build or Content.of(home, Path(home.anchor)) == Content.of(build, build):
+            folder = home_of(loaded.module)
+            if (folder == build
+                    or Content.of(folder, Path(folder.anchor)) == Content.of(build, build)):
                 return loaded.module
             raise NamespaceClash(
                 f"{build.name}: its id {kernel_id!r} is that of another kernel, loaded from "
-                f"{home}; the id must be unique for each version: ask its author for a build that "
-                "is")
+                f"{folder}; the id must be unique for each version: ask its author for a build "
+                "that is")
     # kernels imports it under its id
     if kernel_id in sys.modules or is_importable(kernel_id):
         raise NamespaceClash(

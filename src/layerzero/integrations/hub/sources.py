@@ -67,15 +67,15 @@ def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> R
     if folder is not None:
         return RepositoryVersion(name, version,
                                  _build_folder(folder, folder, f"the folder for {name}"), folder)
-    home = cache / f"kernels--{name.replace('/', '--')}"
+    repository = cache / f"kernels--{name.replace('/', '--')}"
     versions = [v for n, v, _ in cached(cache) if n == name]
     state = f"versions {', '.join(versions)} are there" if versions else "it is not there"
     if not version:
         raise NotHere(
             f"{name}: wanted a version, got none; in {cache} {state}. Say version= or revision=")
-    ref = home / "refs" / (f"v{version}" if version.isdigit() else version)
+    ref = repository / "refs" / (f"v{version}" if version.isdigit() else version)
     commit = _read_ref(ref) or (version if _COMMIT.fullmatch(version) else "")
-    snapshot = home / "snapshots" / commit
+    snapshot = repository / "snapshots" / commit
     if commit and not _COMMIT.fullmatch(commit):
         raise UnsafePath(
             f"{ref}: wanted the hash of a commit, got {commit!r:.80}; fetch the repository again")
@@ -85,15 +85,15 @@ def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> R
             f"{name} version {version} is not in {cache} ({state}), and nothing is downloaded from "
             f"here. Fetch it where there is a network, kernels.install_kernel({name!r}, "
             f"{argument}), or name a folder: Hub(folders={{...}})")
-    return RepositoryVersion(name, version, _build_folder(snapshot, home, f"{name} in {cache}"),
-                             home, commit)
+    build = _build_folder(snapshot, repository, f"{name} in {cache}")
+    return RepositoryVersion(name, version, build, repository, commit)
 
 
 def cached(cache: Path) -> Iterator[tuple[str, str, str]]:
     """Yield name, version and commit of every repository version in the cache."""
-    for home in sorted(cache.glob("kernels--*--*")):
-        name = home.name.removeprefix("kernels--").replace("--", "/", 1)
-        for ref in sorted((home / "refs").glob("v*")):
+    for repository in sorted(cache.glob("kernels--*--*")):
+        name = repository.name.removeprefix("kernels--").replace("--", "/", 1)
+        for ref in sorted((repository / "refs").glob("v*")):
             if ref.name[1:].isdigit() and _NAME.fullmatch(name):
                 yield name, ref.name[1:], _read_ref(ref)
 

@@ -262,11 +262,12 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
         from .decoding.encoder_decoder import AcceleratedEncoderDecoder
         step_type = Accelerated if parts.layers[0].cross is None else AcceleratedEncoderDecoder
         graph = parts.weights.is_cuda if capture is None else capture
-        if graph and parts.graph_obstacle:
-            report.left.append(f"no graph of its decode step: it has {parts.graph_obstacle}")
+        feature = parts.uncapturable_feature
+        if graph and feature:
+            report.left.append(f"no graph of its decode step: it has {feature}")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = step_type(decoder, parts, graph and not parts.graph_obstacle, model)
+            report._step = step_type(decoder, parts, graph and not feature, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if weights is not None and report._layers is None:

@@ -168,7 +168,8 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more score whose value is zero: the rest keeps e^lse / (e^lse + e^sink)."""
+    """Scales the output by e^lse / (e^lse + e^sink): a sink is one more score whose value is
+    zero."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
     return (out * share.unsqueeze(-1)).to(out.dtype)
 

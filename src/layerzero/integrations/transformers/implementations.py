@@ -103,8 +103,9 @@ def _is_stock(forward: FunctionType, name: str) -> bool:
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     if name == "eager":
         return name not in functions and masks.get(name) is masking_utils.eager_mask
-    home = name if name == "flex_attention" else f"{name.partition('_attention')[0]}_attention"
-    own = getattr(sys.modules.get(f"transformers.integrations.{home}"), f"{home}_forward", None)
+    package = name if name == "flex_attention" else f"{name.partition('_attention')[0]}_attention"
+    module = sys.modules.get(f"transformers.integrations.{package}")
+    own = getattr(module, f"{package}_forward", None)
     return (functions.get(name) is own
             and (name != "sdpa" or masks.get(name) is masking_utils.sdpa_mask))
 
@@ -146,13 +147,13 @@ def _agrees(eager: Callable[..., Any], module: Any, heads: int, kv_heads: int, d
         options = {"scaling": 0.3, "dropout": 0.0,
                    **{n: v for n, v in extra.items() if n in parameters}}
         with torch.inference_mode(False), torch.autocast(like.device.type, enabled=False):
-            stock = eager(module, query, key, value, mask, **options)[0]
-            ours = eager_attend(parameters, module, query, key, value, mask, **options)
+            eager_out = eager(module, query, key, value, mask, **options)[0]
+            out = eager_attend(parameters, module, query, key, value, mask, **options)
     except torch.OutOfMemoryError:
         raise
     # whatever unknown code says to inputs that it does not expect: then it is something else
     except Exception:
         return False
-    if not isinstance(stock, Tensor) or stock.shape != ours.shape:
+    if not isinstance(eager_out, Tensor) or eager_out.shape != out.shape:
         return False
-    return bool((stock.float() - ours.float()).abs().max() <= CLOSE * stock.abs().max())
+    return bool((eager_out.float() - out.float()).abs().max() <= CLOSE * eager_out.abs().max())

@@ -86,7 +86,7 @@ def _follows(mask: Tensor, queries: int, keys: int, window: int | None) -> Patte
 
 
 def _pattern(arguments: dict[str, Any]) -> Pattern | None:
-    kind, held = _anatomy(arguments["mask_function"])
+    kind, captured = _anatomy(arguments["mask_function"])
     queries, keys = arguments["q_length"], arguments["kv_length"]
     if kind in (_CAUSAL, _SLIDING):
         offset = arguments["q_offset"]
@@ -101,7 +101,7 @@ def _pattern(arguments: dict[str, Any]) -> Pattern | None:
             return None
         first, left = 0, -1
         if kind == _SLIDING:
-            window = held[0]
+            window = captured[0]
             first = max(0, diagonal - window + 1)
             left = window - 1 if last - first > window else -1
         pattern = Pattern(first, last, queries > 1, left, -1)
@@ -109,7 +109,7 @@ def _pattern(arguments: dict[str, Any]) -> Pattern | None:
         pattern = Pattern(0, keys, False, -1, -1)
     elif (kind == _SLIDING_BOTH_WAYS and queries == keys
           and arguments["q_offset"] == arguments["kv_offset"] == 0):
-        pattern = Pattern(0, keys, False, held[0], held[0])
+        pattern = Pattern(0, keys, False, captured[0], captured[0])
     else:
         return None
     seen = _is_full(arguments["attention_mask"], arguments["kv_offset"], pattern)
@@ -136,16 +136,16 @@ def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)
-    held: tuple[Any, ...] = ()
+    captured: tuple[Any, ...] = ()
     for cell in function.__closure__ or ():
         inside = cell.cell_contents
         for part in inside if isinstance(inside, tuple) else (inside,):
             if isinstance(part, FunctionType):
                 more, values = _anatomy(part)
-                codes, held = codes + more, held + values
+                codes, captured = codes + more, captured + values
             else:
-                held += (part,)
-    return codes, held
+                captured += (part,)
+    return codes, captured
 
 
 _CAUSAL = _anatomy(masking_utils.causal_mask_function)[0]

@@ -51,7 +51,7 @@ class _Owned:
     """The configuration that a module had, and the copy that it has got."""
 
     stock: Any
-    ours: Any
+    copy: Any
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy from a file names an attention that this process may not know
@@ -83,8 +83,8 @@ class Changes:
     def own_config(self, module: nn.Module, memo: dict[int, Any]) -> None:
         """Gives a module its own copy of its configuration; `memo` has one for all sharers."""
         stock: Any = module.config
-        ours = copy.deepcopy(stock, memo)
-        vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
+        owned = copy.deepcopy(stock, memo)
+        vars(module).update({"config": owned, OWNED: _Owned(stock, owned)})
         self.configs.append(module)
 
     def undo(self) -> int:
@@ -102,7 +102,7 @@ class Changes:
             owned = vars(module).pop(OWNED, None)
             if owned is not None:
                 undone.add(module)
-                if vars(module).get("config") is owned.ours:
+                if vars(module).get("config") is owned.copy:
                     _carry_over(owned)
                     vars(module)["config"] = owned.stock
         if weights:
@@ -147,7 +147,7 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None,
 
 def apply(model: nn.Module, *, only: Iterable[str] | None = None,
           skip: Iterable[str] = ()) -> tuple[PatchReport, Changes]:
-    """lz.patch, all or nothing, and what it changed, to be undone."""
+    """Patches all or nothing; returns the report and the changes, which can be undone."""
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()
@@ -203,7 +203,7 @@ def _patch_modules(
                 recipe = replace(verdict, kind="lm_head") if id(module) in heads else verdict
                 if recipe.kind not in kinds:
                     continue
-                if recipe.kind == "rope" and not named and (vain := _rope_obstacle(module)):
+                if recipe.kind == "rope" and not named and (vain := _why_rope_is_left(module)):
                     rows[ModuleRow(where, recipe.kind, "", 0, vain)] += 1
                     continue
                 changes.follow(module, replace(recipe, eager=eager))
@@ -216,7 +216,7 @@ def _patch_modules(
             inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
 
 
-def _rope_obstacle(module: nn.Module) -> str:
+def _why_rope_is_left(module: nn.Module) -> str:
     """Models compute rope by a few torch operations; a kernel made of torch's gains nothing."""
     own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
                NOWHERE)
@@ -328,9 +328,9 @@ def _transformers_models(model: nn.Module) -> Iterator[Any]:
 
 def _carry_over(owned: _Owned) -> None:
     """Keeps what was set in the configuration while the model was patched."""
-    for name, value in vars(owned.ours).items():
-        ours = name == "_attn_implementation_internal" and value == NAME
-        if not ours and not is_configuration(value):
+    for name, value in vars(owned.copy).items():
+        set_by_patch = name == "_attn_implementation_internal" and value == NAME
+        if not set_by_patch and not is_configuration(value):
             if name not in vars(owned.stock) or vars(owned.stock)[name] != value:
                 setattr(owned.stock, name, value)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.weights.codes import WeightCodes, WeightOnly, obstacle
+from ...models.weights.codes import WeightCodes, WeightOnly, why_not_held
 from ...models.weights.packing import forget_packed
 from ...ops.formulas.ggml import GGML_FORMATS
 from ...ops.formulas.quant import FORMATS
@@ -62,17 +62,17 @@ class _QuantizedState:
 
 def codes_of(module: Any) -> WeightCodes | None:
     """Returns the codes of a quantized layer; None for any other module."""
-    held = vars(module).get(CODES)
-    return None if held is None else held.codes
+    quantized = vars(module).get(CODES)
+    return None if quantized is None else quantized.codes
 
 
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
     """Returns the codes of layers whose rows follow one another, as one weight, or None."""
-    held = [vars(module).get(CODES) for module in modules]
-    if any(h is None or h.joined is not held[0].joined for h in held):
+    quantized = [vars(module).get(CODES) for module in modules]
+    if any(h is None or h.joined is not quantized[0].joined for h in quantized):
         return None
-    codes: WeightCodes = held[0].joined
-    return codes if codes.shape[0] == sum(h.codes.shape[0] for h in held) else None
+    codes: WeightCodes = quantized[0].joined
+    return codes if codes.shape[0] == sum(h.codes.shape[0] for h in quantized) else None
 
 
 def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
@@ -97,9 +97,10 @@ def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> Quantiz
     """Quantizes the linear layers of a model; `parts` says which belong to one product."""
     groups: list[list[Any]] = []
     for layer in () if parts is None else parts.layers:
-        plain: Any = layer.mlp if hasattr(layer.mlp, "into") else layer.mlp.shared
-        into = () if plain is None else plain.into
-        groups += [[one.module for one in group] for group in (layer.qkv, into) if len(group) > 1]
+        dense = getattr(layer.mlp, "shared", layer.mlp)    # of experts, what all tokens go through
+        gate_up = getattr(dense, "gate_up", ())
+        groups += [[linear.module for linear in group] for group in (layer.qkv, gate_up)
+                   if len(group) > 1]
     holders: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [m.get_output_embeddings() for m in holders]
     conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -129,8 +130,8 @@ class QuantizedLayers:
     @property
     def rounds_activations(self) -> bool:
         """Are the inputs of some layers rounded too?"""
-        held = [vars(m)[CODES].codes for m in self.modules]
-        return any((c.activations, c.prompts) != ("none", "none") for c in held)
+        codes = [vars(m)[CODES].codes for m in self.modules]
+        return any((c.activations, c.prompts) != ("none", "none") for c in codes)
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -159,12 +160,13 @@ class QuantizedLayers:
             raise
 
     def _quantize(self, group: list[Any], conv: tuple[type, ...], shared: Counter[int]) -> None:
-        turned = [isinstance(m, conv) for m in group]
-        weights = [m.weight.detach().t() if t else m.weight.detach() for m, t in zip(group, turned)]
+        transposed_layers = [isinstance(m, conv) for m in group]
+        weights = [m.weight.detach().t() if transposed else m.weight.detach()
+                   for m, transposed in zip(group, transposed_layers)]
         whole = encode(weights[0].contiguous() if len(group) == 1 else torch.cat(weights),
                        self.config)
         first = 0
-        for module, weight, transposed in zip(group, weights, turned):
+        for module, weight, transposed in zip(group, weights, transposed_layers):
             codes = whole.rows(first, first + len(weight))
             first += len(weight)
             own = shared[id(module.weight)] == 1
@@ -188,16 +190,16 @@ class QuantizedLayers:
         """Gives the layers their class and weight back; the bits, unless they were dropped."""
         with torch.inference_mode(False), torch.no_grad():
             for module in self.modules:
-                held = vars(module).pop(CODES, None)
-                if held is None:
+                quantized = vars(module).pop(CODES, None)
+                if quantized is None:
                     continue
-                module.__class__ = held.stock_class
-                weight, device = module.weight, held.codes.codes.device
-                if held.dropped:
-                    weight.data = held.dequantized(weight)
+                module.__class__ = quantized.stock_class
+                weight, device = module.weight, quantized.codes.codes.device
+                if quantized.dropped:
+                    weight.data = quantized.dequantized(weight)
                 elif weight in self._moved and weight.device != device:
                     weight.data = weight.detach().to(device)
-                forget_packed(held.codes.codes)
+                forget_packed(quantized.codes.codes)
         self.modules.clear()
         self._moved.clear()
 
@@ -209,7 +211,7 @@ def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], he
     for path, module in model.named_modules():
         if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in modules:
             continue
-        reason = _layer_obstacle(path, module, wanted, conv, id(module) in heads)
+        reason = _why_not_quantized(path, module, wanted, conv, id(module) in heads)
         if reason:
             left[reason] += 1
         else:
@@ -217,7 +219,7 @@ def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], he
     return modules
 
 
-def _layer_obstacle(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
+def _why_not_quantized(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
                     is_head: bool) -> str:
     weight = module._parameters.get("weight")
     if stock_of(module) not in (nn.Linear, *conv):
@@ -233,7 +235,7 @@ def _layer_obstacle(path: str, module: Any, wanted: WeightOnly, conv: tuple[type
     inputs = weight.shape[0] if isinstance(module, conv) else weight.shape[1]
     if min(weight.shape) < MIN_FEATURES:
         return f"fewer than {MIN_FEATURES} inputs or outputs"
-    return obstacle(wanted, weight.device, inputs)
+    return why_not_held(wanted, weight.device, inputs)
 
 
 @lru_cache(maxsize=None)
@@ -241,60 +243,60 @@ def quantized_class(stock: type) -> type:
     """Returns the subclass of a linear layer's class that multiplies with codes."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        held, bias = vars(self)[CODES], self._parameters.get("bias")
+        layer_codes, bias = vars(self)[CODES], self._parameters.get("bias")
         if _autocast():
             lowered = torch.get_autocast_dtype(input.device.type)
             input, bias = input.to(lowered), None if bias is None else bias.to(lowered)
-        codes: WeightCodes = held.codes
+        codes: WeightCodes = layer_codes.codes
         out: Tensor = _linear(input, codes.codes, codes.scales, None, bias,
                               **codes.options(input.numel() // codes.inputs))
         return out
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Let `.to` move the codes to a device, and cast the weight as it was to the dtype."""
-        held, weight = vars(self)[CODES], self.weight
-        like = fn(torch.empty(0, dtype=weight.dtype, device=held.codes.codes.device))
+        layer_codes, weight = vars(self)[CODES], self.weight
+        like = fn(torch.empty(0, dtype=weight.dtype, device=layer_codes.codes.codes.device))
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor is not weight:
                 return fn(tensor)  # type: ignore[no-any-return]
-            return (_nothing(weight, like.dtype) if held.dropped
+            return (_nothing(weight, like.dtype) if layer_codes.dropped
                     else weight.detach().to(like.dtype))
 
-        result = super(ours, self)._apply(convert, recurse)
-        if like.device != held.codes.codes.device:
-            moved = held.codes.to(like.device)
-            vars(self)[CODES] = replace(held, codes=moved, joined=moved)
+        result = super(quantized, self)._apply(convert, recurse)
+        if like.device != layer_codes.codes.codes.device:
+            moved = layer_codes.codes.to(like.device)
+            vars(self)[CODES] = replace(layer_codes, codes=moved, joined=moved)
         return result
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
         check_not_dropped(self, "a state dict of it")
-        super(ours, self)._save_to_state_dict(destination, prefix, keep_vars)
+        super(quantized, self)._save_to_state_dict(destination, prefix, keep_vars)
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("load_state_dict wants weights to write to, and this layer computes with "
                           f"{vars(self)[CODES].codes.format} codes: lz.unaccelerate(model) first")
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """A copy or a pickle is that of the layer as it was."""
+        """Lets a copy or a pickle be that of the layer before it was quantized."""
         check_not_dropped(self, "a copy or a pickle of it")
-        held, state = vars(self)[CODES], dict(vars(self))
+        layer_codes, state = vars(self)[CODES], dict(vars(self))
         del state[CODES]
-        weight, device = self._parameters["weight"], held.codes.codes.device
+        weight, device = self._parameters["weight"], layer_codes.codes.codes.device
         if weight.device != device:
-            there = nn.Parameter(weight.detach().to(device), weight.requires_grad)
-            state["_parameters"] = {**self._parameters, "weight": there}
+            moved_weight = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+            state["_parameters"] = {**self._parameters, "weight": moved_weight}
         return _empty, (stock,), state
 
     def describe(self: Any) -> str:
-        return f"{super(ours, self).extra_repr()}, weights={vars(self)[CODES].codes.format}"
+        return f"{super(quantized, self).extra_repr()}, weights={vars(self)[CODES].codes.format}"
 
-    ours: Any = type(stock)(stock.__name__, (stock,), {
+    quantized: Any = type(stock)(stock.__name__, (stock,), {
         "forward": forward, "_apply": apply, "_save_to_state_dict": save,
         "_load_from_state_dict": load, "__reduce_ex__": reduce, "extra_repr": describe,
         "__module__": stock.__module__, "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__, "_layerzero_stock": stock})
-    return ours  # type: ignore[no-any-return]
+    return quantized  # type: ignore[no-any-return]
 
 
 def _nothing(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,7 @@ class Recogniser:
         look = _kind_of_candidate(module)
         if look is None:
             return None
-        refused = (_obstacle(module) or ("" if look in _REWIRED
+        refused = (_why_no_forward(module) or ("" if look in _REWIRED
                                          else _unfit(module)))
         if refused:
             return refused
@@ -116,8 +116,8 @@ class Recogniser:
         if stock_of(module).forward is nn.Linear.forward:  # type: ignore[attr-defined]
             return recipes[0]
         with trying(module) as trial:
-            for recipe, into in zip(recipes, reversed(weight.shape)):
-                if trial.agrees(recipe, random(trial.like, 2, 3, into)):
+            for recipe, inputs in zip(recipes, reversed(weight.shape)):
+                if trial.agrees(recipe, random(trial.like, 2, 3, inputs)):
                     return recipe
         return f"a {type(module).__name__} computes more or other than x W^T + b"
 
@@ -258,7 +258,7 @@ def rotary_names(forward: FunctionType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _obstacle(module: nn.Module) -> str:
+def _why_no_forward(module: nn.Module) -> str:
     """Returns why this module cannot get another forward, whatever it computes; "" if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit"
@@ -412,15 +412,15 @@ def rotates(function: Callable[..., Any], form: str) -> bool:
         return False
 
 
-def same(stock: Any, ours: Any, close: float) -> bool:
+def same(want: Any, out: Any, close: float) -> bool:
     """Tensors, or tuples of them, equal up to rounding, both with a gradient or neither."""
-    if isinstance(stock, (tuple, list)) or isinstance(ours, (tuple, list)):
-        return type(stock) is type(ours) and len(stock) == len(ours) and all(
-            same(a, b, close) for a, b in zip(stock, ours))
-    if not isinstance(stock, Tensor) or not isinstance(ours, Tensor) or stock.shape != ours.shape:
+    if isinstance(want, (tuple, list)) or isinstance(out, (tuple, list)):
+        return type(want) is type(out) and len(want) == len(out) and all(
+            same(a, b, close) for a, b in zip(want, out))
+    if not isinstance(want, Tensor) or not isinstance(out, Tensor) or want.shape != out.shape:
         return False
-    if stock.requires_grad != ours.requires_grad or not bool(stock.isfinite().all()):
+    if want.requires_grad != out.requires_grad or not bool(want.isfinite().all()):
         return False
-    stock, ours = stock.detach(), ours.detach()
-    size = float(stock.abs().max())
-    return size > 0 and float((stock - ours).abs().max()) <= close * size
+    want, out = want.detach(), out.detach()
+    size = float(want.abs().max())
+    return size > 0 and float((want - out).abs().max()) <= close * size

@@ -66,17 +66,17 @@ def patched_class(stock: type, recipe: Recipe) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Let copy and pickle, which find a class by name, make this one from its recipe."""
-        reduced = super(ours, self).__reduce_ex__(protocol)
-        if type(self) is not ours or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        reduced = super(patched, self).__reduce_ex__(protocol)
+        if type(self) is not patched or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced                        # there is another way already
         return remade, (stock, recipe), *reduced[2:]
 
-    ours: Any = type(stock)(stock.__name__, (stock,), {
+    patched: Any = type(stock)(stock.__name__, (stock,), {
         **methods_for(stock, recipe), "__reduce_ex__": reduce,
         "__module__": stock.__module__, "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__, "_layerzero_stock": stock, "_layerzero_recipe": recipe})
-    _classes[key] = ours
-    return ours  # type: ignore[no-any-return]
+    _classes[key] = patched
+    return patched  # type: ignore[no-any-return]
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
@@ -88,9 +88,9 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 def restore(module: nn.Module, to: type) -> None:
     """Gives the module this class again; also where someone (accelerate does) keeps our forward in
     an attribute."""
-    ours = type(module)
+    patched = type(module)
     for name, value in list(vars(module).items()):
-        if (getattr(value, "__func__", None) is ours.forward
+        if (getattr(value, "__func__", None) is patched.forward
             and getattr(value, "__self__", None) is module):
             vars(module)[name] = _forward_of(to).__get__(module)
     module.__class__ = to
@@ -106,8 +106,8 @@ def _forward_of(stock: type) -> Any:
 
 def remade(stock: type, recipe: Recipe) -> Any:
     """Returns an empty module of a patched class, as unpickling fills it."""
-    ours: Any = patched_class(stock, recipe)
-    return ours.__new__(ours)
+    cls: Any = patched_class(stock, recipe)
+    return cls.__new__(cls)
 
 
 # Forwards. `stock` serves what ours does not.
@@ -169,7 +169,7 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
     second = recipe.names[1] if len(recipe.names) == 3 else ""
     first_type, last_type, second_type = recipe.types[0], recipe.types[-1], recipe.types[
         len(recipe.types) // 2]
-    turned = recipe.transposed[0]
+    transposed = recipe.transposed[0]
     compiling = torch.compiler.is_compiling
 
     @functools.wraps(stock)
@@ -177,19 +177,19 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
         if kwargs or len(args) != 1 or (dropout and self.training) or compiling() or _autocast():
             return stock(self, *args, **kwargs)
         x, layers = args[0], self._modules
-        into, up, down = layers.get(first), layers.get(second), layers.get(last)
-        if not is_bare(into, first_type) or not is_bare(down, last_type) or hooked_everywhere() or (
+        gate, up, down = layers.get(first), layers.get(second), layers.get(last)
+        if not is_bare(gate, first_type) or not is_bare(down, last_type) or hooked_everywhere() or (
                 second and not is_bare(up, second_type)):
             return stock(self, x)
-        weight_in, weight_down = into.weight, down.weight
+        weight_in, weight_down = gate.weight, down.weight
         weight_up: Any = up.weight if second else None
         if (not x.dtype == weight_in.dtype == weight_down.dtype
             or (second and weight_up.dtype != x.dtype)):
             return stock(self, x)
-        if turned:
+        if transposed:
             weight_in, weight_down = weight_in.t(), weight_down.t()
             weight_up = weight_up.t() if second else None
-        return mlp(x, weight_in, weight_down, activation, weight_up=weight_up, bias_in=into.bias,
+        return mlp(x, weight_in, weight_down, activation, weight_up=weight_up, bias_in=gate.bias,
                    bias_up=up.bias if second else None, bias_down=down.bias)
 
     return forward
@@ -211,7 +211,7 @@ def hooked_everywhere() -> bool:
 
 def _moe(stock: Forward, recipe: Recipe) -> Forward:
     moe, activation, dropout = public("moe"), recipe.form, recipe.dropout
-    into, down = recipe.names
+    gate_up, down = recipe.names
     compiling = torch.compiler.is_compiling
 
     @functools.wraps(stock)
@@ -219,7 +219,7 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
         if kwargs or len(args) != 3 or (dropout and self.training) or compiling() or _autocast():
             return stock(self, *args, **kwargs)
         x, ids, weights = args
-        weight_in, weight_down = getattr(self, into), getattr(self, down)
+        weight_in, weight_down = getattr(self, gate_up), getattr(self, down)
         if not x.dtype == weight_in.dtype == weight_down.dtype:
             return stock(self, *args)
         return moe(x, weight_in, weight_down, ids, weights, activation=activation)
@@ -240,13 +240,13 @@ def _rope(stock: Forward, recipe: Recipe) -> Forward:
 def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
     plain, compiling = inspect.unwrap(stock), torch.compiler.is_compiling
     assert isinstance(plain, FunctionType)
-    ours = rewired(plain, replacements(plain, recipe.names))
+    replaced = rewired(plain, replacements(plain, recipe.names))
 
     # the decorator that is left out calls hooks of accelerate's that move weights between devices
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         moved = any("_hf_hook" in vars(m) for m in self._modules.values() if m is not None)
-        return (stock if moved or compiling() else ours)(self, *args, **kwargs)
+        return (stock if moved or compiling() else replaced)(self, *args, **kwargs)
 
     return forward
 
@@ -255,20 +255,21 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
     """Returns a forward that calls torch's attention itself, or its model's eager function."""
     assert isinstance(stock, FunctionType)
     if recipe.eager:
-        ours = rewired(stock, _eager(stock, recipe))
-        functools.update_wrapper(ours, stock)
-        return ours
-    ours, compiling = rewired(stock, sdpa_aliases(stock)), torch.compiler.is_compiling
+        replaced = rewired(stock, _eager(stock, recipe))
+        functools.update_wrapper(replaced, stock)
+        return replaced
+    replaced, compiling = rewired(stock, sdpa_aliases(stock)), torch.compiler.is_compiling
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (stock if compiling() else ours)(self, *args, **kwargs)
+        return (stock if compiling() else replaced)(self, *args, **kwargs)
 
     return forward
 
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
-    """The eager attention among the forward's globals, as lz computes it; nothing if it stays."""
+    """Returns lz's function for the eager attention among the forward's globals, by name; {} if the
+    model's own stays."""
     if not recipe.eager:
         return {}
     from .attention import matches_eager  # imports transformers, which is there by now

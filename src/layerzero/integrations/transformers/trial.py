@@ -82,7 +82,7 @@ class Trial:
     is the model itself or a part that gets its tokens embedded."""
 
     def __init__(self, model: Any, decoder: Any, report: Acceleration, apart: bool = False) -> None:
-        """`apart`: the weights will be replaced by codes; the stock model keeps them meanwhile."""
+        """Compares with the stock model. `apart`: it keeps the weights that codes will replace."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
         config = getattr(decoder, "config", None)
@@ -122,9 +122,9 @@ class Trial:
         """Shorten the prompts for a model that is very slow: bfloat16 on a CPU without arithmetic
         for it takes a second for each token of a small one."""
         ids = self.tokens(PROBE)
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._call(self.stock_decoder, ids, use_cache=False)
-        each = (time.perf_counter() - began) / PROBE
+        each = (time.perf_counter() - start) / PROBE
         most = max(PROBE, int(PATIENCE / each)) if each * self.prefill > PATIENCE else self.prefill
         if most < self.prefill:
             self.prefill, self.context = most, min(most, self.context)
@@ -140,9 +140,9 @@ class Trial:
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)
-        place = next(self.decoder.parameters()).device
+        device = next(self.decoder.parameters()).device
         assert self.vocab is not None
-        return torch.randint(0, self.vocab, (1, count), generator=gen, device="cpu").to(place)
+        return torch.randint(0, self.vocab, (1, count), generator=gen, device="cpu").to(device)
 
     @torch.no_grad()
     def prove(self) -> None:
@@ -156,11 +156,11 @@ class Trial:
             out = [self._call(decoder, ids[:, i:i + 1], **cached)[0].float()
                    for i in range(self.context, self.context + TOKENS)]
             results.append(torch.cat(out))
-        stock, ours = results
+        stock, accelerated = results
         whole = self._call(own, ids, use_cache=False)[0]
         at_once = whole[0, self.context:, None].float()
         self.report.error, spread = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
-                                     for other in (ours, at_once))
+                                     for other in (accelerated, at_once))
         step = self.report._step
         assert step is not None
         rounded = self.report._layers is not None and self.report._layers.rounds_activations
@@ -204,14 +204,14 @@ class Trial:
         if unknown:
             what = "not measured" if report._step is None else "prompts were not measured"
             report.left.append(f"{what}: {unknown}; time it on your own inputs")
-        place = next(self.model.parameters()).device.type
+        device = next(self.model.parameters()).device.type
         prompts = getattr(report._step, "prompts", None)
         if (report._changes or report._layers or prompts) and not unknown:
-            prefill = self._prefill(seconds, place)
+            prefill = self._prefill(seconds, device)
             if prefill.verdict == "slower" and prompts is not None:
                 report._step.prompts = None
                 report.left.append("prompts by the layers of the decode step: they took longer")
-                prefill = self._prefill(seconds, place)
+                prefill = self._prefill(seconds, device)
             report.gains["prefill"] = prefill
             # quantized weights were asked for: what they cost is not the patch's
             if prefill.verdict == "slower" and report._layers is None and report._changes:
@@ -220,14 +220,14 @@ class Trial:
         if report._step is not None:
             ways = {"stock": self._decoding(self.stock_decoder),
                     "ours": self._decoding(self.decoder)}
-            report.gains["decode"] = self._gain(ways, seconds, place)
+            report.gains["decode"] = self._gain(ways, seconds, device)
             # quantized weights were asked for, and the step is the faster way to read them
             if report.gains["decode"].verdict == "slower" and report._layers is None:
                 self._give_up("a token took longer with it")
 
-    def _prefill(self, seconds: float, place: str) -> Gain:
+    def _prefill(self, seconds: float, device: str) -> Gain:
         return self._gain({"stock": self._prompt(self.stock), "ours": self._prompt(self.model)},
-                          seconds, place)
+                          seconds, device)
 
     def _unknown_input(self) -> str:
         """Returns why the model as it was cannot be called with tokens alone, or ""."""
@@ -250,7 +250,7 @@ class Trial:
     def _decoding(self, decoder: Any) -> Callable[[], Any]:
         """Decode one token, then crop it from the cache again, which a cache longer than its window
         could not do."""
-        windows = ([at.window for at in self.report._step.parts.layers if at.window]
+        windows = ([layer.window for layer in self.report._step.parts.layers if layer.window]
                    if self.report._step else [])
         before = max(1, min(self.context, *(w - 2 for w in windows)) if windows else self.context)
         ids = self.tokens(before + 1)
@@ -265,12 +265,12 @@ class Trial:
 
     @staticmethod
     def _gain(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Gain:
-        race, began = Race(stopwatch(device)), time.perf_counter()
+        race, start = Race(stopwatch(device)), time.perf_counter()
         for name, way in ways.items():
             race.enter(name, way)
         entered = time.perf_counter()
         end = entered + seconds
-        race.run(MIN_ROUNDS if entered - began < PATIENCE else MIN_SLOW_ROUNDS)
+        race.run(MIN_ROUNDS if entered - start < PATIENCE else MIN_SLOW_ROUNDS)
         while time.perf_counter() < end:
             race.run()
         timings = race.timings

@@ -116,11 +116,11 @@ def _tokenizer(model: Any) -> Any:
 
 
 @torch.no_grad()
-def prediction_error(stock: Callable[[Tensor], Tensor], ours: Callable[[Tensor], Tensor],
+def prediction_error(stock: Callable[[Tensor], Tensor], quantized: Callable[[Tensor], Tensor],
                      ids: Tensor, text: str) -> PredictionError:
-    """`stock` and `ours` give the logits, (1, n, vocab), of tokens (1, n)."""
+    """`stock` and `quantized` give the logits, (1, n, vocab), of tokens (1, n)."""
     want = torch.log_softmax(stock(ids)[0].float(), -1)
-    got = torch.log_softmax(ours(ids)[0].float(), -1)
+    got = torch.log_softmax(quantized(ids)[0].float(), -1)
     kl = (want.exp() * (want - got)).sum(-1)
     agree = (want.argmax(-1) == got.argmax(-1)).float().mean()
     following = ids[0, 1:, None]

@@ -47,9 +47,9 @@ class Arena:
         nbytes = align(max(nbytes, 1), PAGE)
         with self.lock:
             self._take_back()
-            for i, (offset, room) in enumerate(self.free):
-                if room >= nbytes:
-                    self.free[i:i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+            for i, (offset, size) in enumerate(self.free):
+                if size >= nbytes:
+                    self.free[i:i + 1] = [(offset + nbytes, size - nbytes)] * (size > nbytes)
                     return offset
         raise ArenaFull(f"{nbytes} bytes do not fit in what is free of {self.size} shared with the "
                         "worker; raise isolation_memory, or make the call smaller")

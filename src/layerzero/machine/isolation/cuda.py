@@ -144,9 +144,9 @@ def call(worker: Worker, kernel: str, key: Any, values: Sequence[Any], tensors: 
     form = worker.form(key, kernel, values, tensors)
     needed = sum(align(spec.nbytes, ALIGNMENT) for spec in form.specs)
     with torch.cuda.device(device):
-        if 2 * needed + form.room > LARGEST:
+        if 2 * needed + form.result_bytes > LARGEST:
             return _call_by_handles(worker, form, kernel, values, device, seconds)
-        stage = _stage_for(worker, device, needed + max(form.room, needed))
+        stage = _stage_for(worker, device, needed + max(form.result_bytes, needed))
         if form.stage is not stage:
             form.stage, (form.views, _) = stage, place(form.specs, stage)
         stage.read.wait()
@@ -170,12 +170,12 @@ def _result(worker: Worker, form: Form, stage: Stage, position: int, answer: byt
     number, = FORM_ID.unpack_from(answer)
     if number == BY_HANDLES:
         results, tensors = _rebuilt(answer[FORM_ID.size:])
-        form.room = sum(align(t.nbytes, ALIGNMENT) for t in tensors)
+        form.result_bytes = sum(align(t.nbytes, ALIGNMENT) for t in tensors)
         return results.assemble(tensors)
     if len(answer) > FORM_ID.size:
         worker.results[number] = Results.from_json(answer[FORM_ID.size:]), []
     results, _ = worker.results[number]
-    form.room = results.nbytes
+    form.result_bytes = results.nbytes
     return results.assemble([spec.view(stage.memory, position + at).clone()
                              for spec, at in results.tensors()])
 

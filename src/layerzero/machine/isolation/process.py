@@ -100,7 +100,7 @@ class Form:
 
     def __init__(self, number: int, specs: Sequence[Spec]) -> None:
         self.id, self.specs = number, specs
-        self.room = 0                          # bytes that its last result took
+        self.result_bytes = 0                       # bytes that its last result took
         self.stage: cuda.Stage | None = None   # that its views are of, on a GPU
         end, self.offsets = 0, []
         for spec in specs:
@@ -113,10 +113,10 @@ class Form:
         if self.small:
             self.frame = self.pack(INPUTS_END, RESULTS_END - INPUTS_END, self.offsets)
 
-    def pack(self, room: int, nbytes: int, positions: Sequence[int]) -> bytes:
-        places = b"".join(map(NUMBER.pack, positions))
-        return (HEADER.pack(RUN, CALL.size + len(places)) + CALL.pack(self.id, room, nbytes)
-                + places)
+    def pack(self, offset: int, nbytes: int, positions: Sequence[int]) -> bytes:
+        packed = b"".join(map(NUMBER.pack, positions))
+        return (HEADER.pack(RUN, CALL.size + len(packed)) + CALL.pack(self.id, offset, nbytes)
+                + packed)
 
 
 class Worker:
@@ -132,15 +132,15 @@ class Worker:
         self.busy = False                      # a call was sent and not answered yet
         self.process: subprocess.Popen[bytes] | None = None    # None: it is not ours, or never was
         self.stages: dict[int, cuda.Stage] = {}                # by GPU
-        theirs, ours = os.pipe()               # to the worker
+        commands, outbox = os.pipe()             # to the worker
         back, answers = os.pipe()              # from the worker
         alive, lifeline = os.pipe()            # nothing is written: its end is the end of us
         # also of a worker that an interrupt dropped before anybody knew it
         self.close_lifeline = weakref.finalize(self, os.close, lifeline)
         self.control, handed = socket.socketpair()
         page = memoryview(self.arena.map)[CONTROL:CONTROL + PAGE]
-        self.link = Link(back, ours, page, first=True)
-        fds = [theirs, answers, alive, handed.fileno(), self.arena.fd]
+        self.link = Link(back, outbox, page, first=True)
+        fds = [commands, answers, alive, handed.fileno(), self.arena.fd]
         config = {"package": str(PACKAGE), "fds": fds, "size": self.arena.size, "name": name,
                   "memory": limits.nbytes, "state": state()}
         try:
@@ -154,7 +154,7 @@ class Worker:
             self.kill()
             raise
         finally:
-            for fd in (theirs, answers, alive):
+            for fd in (commands, answers, alive):
                 os.close(fd)
             handed.close()
         kind, body = self._wait(START_SECONDS)
@@ -202,16 +202,16 @@ class Worker:
                 key.append(tensors[0].device)
                 return cuda.call(self, kernel, tuple(key), values, tensors, written, seconds)
             form = self.form(tuple(key), kernel, values, tensors)
-            if form.small and form.room <= SMALL:
+            if form.small and form.result_bytes <= SMALL:
                 copies: list[Tensor | None] = form.views  # type: ignore[assignment]
                 for view, t in zip(form.views, tensors):
                     view.copy_(unexpanded(t))
-                frame, room = form.frame, (0, 0)
+                frame, block = form.frame, (0, 0)
             else:
-                frame, room, copies = self._copy_large(form, tensors, written, blocks)
+                frame, block, copies = self._copy_large(form, tensors, written, blocks)
             self.busy = True
             self.link.post(frame)
-            result = self._receive_result(form, room, blocks, seconds)
+            result = self._receive_result(form, block, blocks, seconds)
             for t, copy in zip(tensors, copies) if written else ():
                 if any(t is other for other in written) and copy is not None:
                     unexpanded(t).copy_(copy)
@@ -272,21 +272,21 @@ class Worker:
         positions: list[int] = []
         copies: list[Tensor | None] = []
         for spec, offset, t in zip(form.specs, form.offsets, tensors):
-            place = self._place(t, spec, written) if offset < 0 else None
-            if place is None:
+            position = self._place(t, spec, written) if offset < 0 else None
+            if position is None:
                 if offset < 0:
                     offset = self.arena.allocate(spec.nbytes)
                     blocks.append((offset, spec.nbytes))
                 copies.append(unexpanded(spec.view(self.arena.map, offset)).copy_(unexpanded(t)))
             else:
                 copies.append(None)
-            positions.append(offset if place is None else place)
-        room = (0, 0)
-        if form.room > SMALL:
-            room = self.arena.allocate(form.room), form.room
-            blocks.append(room)
-        where = room if room[0] else (INPUTS_END, RESULTS_END - INPUTS_END)
-        return form.pack(*where, positions), room, copies
+            positions.append(offset if position is None else position)
+        block = (0, 0)
+        if form.result_bytes > SMALL:
+            block = self.arena.allocate(form.result_bytes), form.result_bytes
+            blocks.append(block)
+        where = block if block[0] else (INPUTS_END, RESULTS_END - INPUTS_END)
+        return form.pack(*where, positions), block, copies
 
     def _place(self, t: Tensor, spec: Spec, written: Sequence[Tensor]) -> int | None:
         """Returns the position of a tensor in shared memory; None if it must be copied."""
@@ -315,15 +315,15 @@ class Worker:
             self.link.announce(SEGMENT, NUMBER.pack(number))
         return number << SEGMENT_SHIFT | (t.data_ptr() - storage.data_ptr())
 
-    def _receive_result(self, form: Form, room: tuple[int, int], blocks: list[tuple[int, int]],
+    def _receive_result(self, form: Form, block: tuple[int, int], blocks: list[tuple[int, int]],
                         seconds: float) -> Any:
         kind, body = self.link.receive(seconds)
         if kind == NEED:                       # the first result of this form, or a larger one
             nbytes = int.from_bytes(body, "little")
             with suppress(ArenaFull):          # the worker reports it
-                room = self.arena.allocate(nbytes), nbytes
-                blocks.append(room)
-            self.link.send(PLACE, NUMBER.pack(room[0] if room[1] >= nbytes else 0))
+                block = self.arena.allocate(nbytes), nbytes
+                blocks.append(block)
+            self.link.send(PLACE, NUMBER.pack(block[0] if block[1] >= nbytes else 0))
             kind, body = self.link.receive(seconds)
         self.busy = False
         if kind != RESULT:
@@ -332,17 +332,17 @@ class Worker:
             number, = FORM_ID.unpack_from(body)
             if len(body) > FORM_ID.size:
                 results = Results.from_json(body[FORM_ID.size:])
-                views = [item.view(self.arena.map, INPUTS_END + at) for item, at
+                views = [item.view(self.arena.map, INPUTS_END + start) for item, start
                          in results.tensors()] if results.nbytes <= RESULTS_END - INPUTS_END else []
                 self.results[number] = results, views
             results, views = self.results[number]
-            form.room = results.nbytes
-            if not room[0]:
+            form.result_bytes = results.nbytes
+            if not block[0]:
                 return results.assemble([view.clone() for view in views])
-            result = results.assemble(self.arena.tensors(*room, results.tensors()))
+            result = results.assemble(self.arena.tensors(*block, results.tensors()))
         except UNREADABLE as e:
             raise Garbled(f"{type(e).__name__}: {e}") from None
-        blocks.remove(room)
+        blocks.remove(block)
         return result
 
     def _fault(self, kind: int, body: bytes) -> BaseException:

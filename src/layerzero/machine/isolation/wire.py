@@ -172,10 +172,10 @@ class Link:
                 if left <= 0:
                     back[ASLEEP] = 0
                     raise Late
-                began = time.monotonic()
+                start = time.monotonic()
                 if self.poll.poll(min(left, NAP_MS)):
                     self._read()
-                soon = time.monotonic() - began < SOON
+                soon = time.monotonic() - start < SOON
                 self.spins = min(2 * self.spins, self.most_spins) if soon else SPINS
             back[ASLEEP] = 0
 

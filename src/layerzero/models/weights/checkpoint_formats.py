@@ -92,7 +92,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, size: int,
             order: Tensor | None) -> QuantizedWeight:
-    """codes (out, in), scales and zeros (groups, out)."""
+    """Makes the weight of codes (out, in), scales and zeros (groups, out)."""
     middle = 1 << (bits - 1)
     zeros = zeros.t()
     if bits == 4:

@@ -76,7 +76,7 @@ class WeightOnly:
         return any(fnmatch(path, pattern) for pattern in self.skip)
 
     def stored_format(self, device: torch.device, inputs: int) -> str:
-        """Returns the format in which a weight with so many inputs is held on this device."""
+        """Returns the format in which a weight with `inputs` inputs is held on this device."""
         name = self.format
         if device.type == "cpu" and not self.group_size and inputs % 32 == 0:
             name = ON_CPU.get(name, name)
@@ -126,8 +126,8 @@ class WeightCodes:
                        global_scale=next(moved))
 
 
-def obstacle(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
-    """Returns why a weight with so many inputs cannot be held in the format, or ""."""
+def why_not_held(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
+    """Returns why a weight with `inputs` inputs cannot be held in the format, or ""."""
     name = wanted.stored_format(device, inputs)
     block = GGML_FORMATS[name].block if name in GGML_FORMATS else 1
     return f"{inputs} inputs are no whole blocks of {block} for {name}" if inputs % block else ""

@@ -68,8 +68,9 @@ def raw_tensor(weight: Weight) -> Tensor:
     return weight.blocks if isinstance(weight, GgmlWeight) else weight
 
 
-def weight_formats(weights: Mapping[str, Weight], at: str) -> dict[str, str]:
+def weight_formats(weights: Mapping[str, Weight], prefix: str) -> dict[str, str]:
     """Return the names of the weights of a layer ("3.") and their formats; of the norm for ""."""
-    if not at:
+    if not prefix:
         return {name: "" for name in ("norm", "norm.bias") if name in weights}
-    return {name[len(at):]: format_of(w) for name, w in weights.items() if name.startswith(at)}
+    return {name[len(prefix):]: format_of(w) for name, w in weights.items()
+            if name.startswith(prefix)}

@@ -87,8 +87,9 @@ def unwrap_bias(values: Values) -> Values | None:
 
 
 def _merge_causal(values: Values) -> Values:
-    """A mask beside is_causal: no key right of the diagonal is what a window of 0 says too. Torch's
-    fused implementations take both, its MATH does not and is held to by sdpa_kernel(MATH)."""
+    """Rewrites a mask together with is_causal as a mask and a window of 0 on the right, which means
+    the same. Torch's fused implementations take both; MATH does not, so sdpa_kernel(MATH)
+    refuses."""
     if values["attn_mask"] is None or not values["is_causal"]:
         return values
     if not any(is_enabled() for is_enabled in FUSED):

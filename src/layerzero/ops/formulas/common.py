@@ -80,15 +80,15 @@ def position_terms(
 def empty_result(query: Tensor, head_dim_v: int, return_lse: bool) -> Any:
     """Returns empty tensors like the attention of packed queries, with lse if asked for."""
     out = query.new_empty((*query.shape[:2], head_dim_v))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return (out, query.new_empty(query.shape[:2], dtype=wide)) if return_lse else out
+    acc_dtype = torch.promote_types(query.dtype, torch.float32)
+    return (out, query.new_empty(query.shape[:2], dtype=acc_dtype)) if return_lse else out
 
 
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last dimension, accumulated in float32 or wider, in x's dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps)
+    return (upcast if weight is None else upcast * weight.to(upcast.dtype)).to(x.dtype)
 
 
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,

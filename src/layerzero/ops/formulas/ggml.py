@@ -101,9 +101,9 @@ def bits(packed: Tensor, width: int, run: int) -> Tensor:
     return codes.view(torch.uint8).flatten(-3)
 
 
-def float16_at(blocks: Tensor, offset: int, wide: torch.dtype) -> Tensor:
+def float16_at(blocks: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
     """Returns the float16 at a byte of every block: (..., n, bytes) -> (..., n, 1)."""
-    return reinterpret(blocks[..., offset:offset + 2], torch.float16).to(wide)
+    return reinterpret(blocks[..., offset:offset + 2], torch.float16).to(dtype)
 
 
 def k4_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,8 @@ def scaled_parts(values: Tensor, scales: Tensor) -> Tensor:
     return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
-def nibble_values(b: Tensor, wide: torch.dtype) -> Tensor:
-    return bits(b, 4, 16).to(wide)
+def nibble_values(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits(b, 4, 16).to(dtype)
 
 
 def fifth_bits(b: Tensor) -> Tensor:
@@ -136,83 +136,83 @@ def fifth_bits(b: Tensor) -> Tensor:
     return eights.view(*b.shape[:-1], 4).view(torch.uint8)
 
 
-def decode_q4_0(b: Tensor, wide: torch.dtype) -> Tensor:
-    return nibble_values(b[..., 2:], wide).sub_(8).mul_(float16_at(b, 0, wide))
+def decode_q4_0(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return nibble_values(b[..., 2:], dtype).sub_(8).mul_(float16_at(b, 0, dtype))
 
 
-def decode_q4_1(b: Tensor, wide: torch.dtype) -> Tensor:
-    return nibble_values(b[..., 4:], wide).mul_(float16_at(b, 0, wide)).add_(
-        float16_at(b, 2, wide))
+def decode_q4_1(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return nibble_values(b[..., 4:], dtype).mul_(float16_at(b, 0, dtype)).add_(
+        float16_at(b, 2, dtype))
 
 
-def decode_q5_0(b: Tensor, wide: torch.dtype) -> Tensor:
+def decode_q5_0(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = bits(b[..., 6:], 4, 16) | fifth_bits(b[..., 2:6])
-    return codes.to(wide).sub_(16).mul_(float16_at(b, 0, wide))
+    return codes.to(dtype).sub_(16).mul_(float16_at(b, 0, dtype))
 
 
-def decode_q5_1(b: Tensor, wide: torch.dtype) -> Tensor:
+def decode_q5_1(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = bits(b[..., 8:], 4, 16) | fifth_bits(b[..., 4:8])
-    return codes.to(wide).mul_(float16_at(b, 0, wide)).add_(float16_at(b, 2, wide))
+    return codes.to(dtype).mul_(float16_at(b, 0, dtype)).add_(float16_at(b, 2, dtype))
 
 
-def decode_q8_0(b: Tensor, wide: torch.dtype) -> Tensor:
-    return b[..., 2:].view(torch.int8).to(wide) * float16_at(b, 0, wide)
+def decode_q8_0(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return b[..., 2:].view(torch.int8).to(dtype) * float16_at(b, 0, dtype)
 
 
-def decode_q8_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    scale = reinterpret(b[..., :4], torch.float32).to(wide)
-    return b[..., 4:260].view(torch.int8).to(wide) * scale
+def decode_q8_k(b: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = reinterpret(b[..., :4], torch.float32).to(dtype)
+    return b[..., 4:260].view(torch.int8).to(dtype) * scale
 
 
 def minus_minima(values: Tensor, minima: Tensor) -> Tensor:
     return values.unflatten(-1, (minima.shape[-1], -1)).sub_(minima[..., None]).flatten(-2)
 
 
-def decode_q2_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    scales = float16_at(b, 80, wide) * (b[..., :16] & 15).to(wide)
-    minima = float16_at(b, 82, wide) * (b[..., :16] >> 4).to(wide)
-    return minus_minima(scaled_parts(bits(b[..., 16:80], 2, 32).to(wide), scales), minima)
+def decode_q2_k(b: Tensor, dtype: torch.dtype) -> Tensor:
+    scales = float16_at(b, 80, dtype) * (b[..., :16] & 15).to(dtype)
+    minima = float16_at(b, 82, dtype) * (b[..., :16] >> 4).to(dtype)
+    return minus_minima(scaled_parts(bits(b[..., 16:80], 2, 32).to(dtype), scales), minima)
 
 
-def decode_q3_k(b: Tensor, wide: torch.dtype) -> Tensor:
+def decode_q3_k(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = bits(b[..., 32:96], 2, 32) | (bits(b[..., :32], 1, 32) << 2)
-    scales = float16_at(b, 108, wide) * (k3_scales(b[..., 96:108]).to(wide) - 32)
-    return scaled_parts(codes.to(wide).sub_(4), scales)
+    scales = float16_at(b, 108, dtype) * (k3_scales(b[..., 96:108]).to(dtype) - 32)
+    return scaled_parts(codes.to(dtype).sub_(4), scales)
 
 
-def decode_k4(b: Tensor, codes: Tensor, wide: torch.dtype) -> Tensor:
+def decode_k4(b: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     scales, minima = k4_scales(b[..., 4:16])
-    values = scaled_parts(codes.to(wide), float16_at(b, 0, wide) * scales.to(wide))
-    return minus_minima(values, float16_at(b, 2, wide) * minima.to(wide))
+    values = scaled_parts(codes.to(dtype), float16_at(b, 0, dtype) * scales.to(dtype))
+    return minus_minima(values, float16_at(b, 2, dtype) * minima.to(dtype))
 
 
-def decode_q4_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    return decode_k4(b, bits(b[..., 16:], 4, 32), wide)
+def decode_q4_k(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return decode_k4(b, bits(b[..., 16:], 4, 32), dtype)
 
 
-def decode_q5_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    return decode_k4(b, bits(b[..., 48:], 4, 32) | (bits(b[..., 16:48], 1, 32) << 4), wide)
+def decode_q5_k(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return decode_k4(b, bits(b[..., 48:], 4, 32) | (bits(b[..., 16:48], 1, 32) << 4), dtype)
 
 
-def decode_q6_k(b: Tensor, wide: torch.dtype) -> Tensor:
+def decode_q6_k(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = bits(b[..., :128], 4, 64) | (bits(b[..., 128:192], 2, 32) << 4)
-    scales = float16_at(b, 208, wide) * b[..., 192:208].view(torch.int8).to(wide)
-    return scaled_parts(codes.to(wide).sub_(32), scales)
+    scales = float16_at(b, 208, dtype) * b[..., 192:208].view(torch.int8).to(dtype)
+    return scaled_parts(codes.to(dtype).sub_(32), scales)
 
 
-def iq4_values(codes: Tensor, wide: torch.dtype) -> Tensor:
-    table = torch.tensor(IQ4_VALUES, dtype=wide, device=codes.device)
+def iq4_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    table = torch.tensor(IQ4_VALUES, dtype=dtype, device=codes.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def decode_iq4_nl(b: Tensor, wide: torch.dtype) -> Tensor:
-    return iq4_values(bits(b[..., 2:], 4, 16), wide) * float16_at(b, 0, wide)
+def decode_iq4_nl(b: Tensor, dtype: torch.dtype) -> Tensor:
+    return iq4_values(bits(b[..., 2:], 4, 16), dtype) * float16_at(b, 0, dtype)
 
 
-def decode_iq4_xs(b: Tensor, wide: torch.dtype) -> Tensor:
+def decode_iq4_xs(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = bits(b[..., 4:8], 4, 1) | (bits(b[..., 2:4], 2, 1) << 4)
-    scales = float16_at(b, 0, wide) * (codes.to(wide) - 32)
-    return scaled_parts(iq4_values(bits(b[..., 8:], 4, 16), wide), scales)
+    scales = float16_at(b, 0, dtype) * (codes.to(dtype) - 32)
+    return scaled_parts(iq4_values(bits(b[..., 8:], 4, 16), dtype), scales)
 
 
 DECODERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
@@ -222,11 +222,11 @@ DECODERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "iq4_xs": decode_iq4_xs}
 
 
-def dequantize_blocks(blocks: Tensor, format: str, wide: torch.dtype = torch.float32) -> Tensor:
+def dequantize_blocks(blocks: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the values of ggml's blocks: uint8 (..., row_bytes) -> float32 (..., k), as ggml.
-    wide=torch.float64 gives them without any rounding."""
+    dtype=torch.float64 gives them without any rounding."""
     size = GGML_FORMATS[format].block_bytes
-    return DECODERS[format](blocks.unflatten(-1, (-1, size)), wide).flatten(-2)
+    return DECODERS[format](blocks.unflatten(-1, (-1, size)), dtype).flatten(-2)
 
 
 # Activations.
@@ -244,7 +244,7 @@ def as_bytes(*fields: Tensor) -> Tensor:
 
 
 def divided(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
+    """Returns x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
     return x / x.new_tensor(by)
 
 
@@ -271,7 +271,7 @@ def encode_q8_k(x: Tensor) -> Tensor:
 ACTIVATION_ENCODERS = {"q8_0": encode_q8_0, "q8_1": encode_q8_1, "q8_k": encode_q8_k}
 
 
-def rounded_activations(x: Tensor, format: str, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def rounded_activations(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns x as ggml rounds it beside a weight in `format`, and for q8_1 the sums (..., k // 32)
     that the minima of the weight are multiplied by, as stored: in float16.
 
@@ -281,12 +281,12 @@ def rounded_activations(x: Tensor, format: str, wide: torch.dtype) -> tuple[Tens
     fmt = Q8_1 if name == "q8_1" else GGML_FORMATS[name]
     blocks = ACTIVATION_ENCODERS[name](x.detach().float().unflatten(-1, (-1, fmt.block)))
     if name == "q8_1":
-        values = blocks[..., 4:].view(torch.int8).to(wide) * float16_at(blocks, 0, wide)
-        sums = float16_at(blocks, 2, wide)[..., 0]
+        values = blocks[..., 4:].view(torch.int8).to(dtype) * float16_at(blocks, 0, dtype)
+        sums = float16_at(blocks, 2, dtype)[..., 0]
     else:
-        values, sums = DECODERS[name](blocks, wide), None
+        values, sums = DECODERS[name](blocks, dtype), None
     if x.requires_grad:
-        change = (x - x.detach()).to(wide).unflatten(-1, (-1, fmt.block))         # zeros
+        change = (x - x.detach()).to(dtype).unflatten(-1, (-1, fmt.block))         # zeros
         values = values + change
         sums = None if sums is None else sums + change.sum(-1)
     return values.flatten(-2), sums

@@ -19,12 +19,12 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 def nearest_int(x: Tensor) -> Tensor:
-    """ggml's nearest_int, with its wrap-around beyond 2^22: int32, halves to even."""
+    """Rounds as ggml's nearest_int, with its wrap-around beyond 2^22: int32, halves to even."""
     return ((x + 12582912.0).view(torch.int32) & 0x007FFFFF) - 0x00400000
 
 
 def quotient(numerator: float, d: Tensor) -> Tensor:
-    """numerator / d, rounded once: torch would multiply a number by the reciprocal of a tensor."""
+    """Returns numerator / d, rounded once: torch would multiply by the reciprocal of a tensor."""
     return d.new_tensor(numerator) / d
 
 
@@ -50,7 +50,7 @@ def ordered_sum(terms: Tensor) -> Tensor:
 
 
 def step_factor(start: float, step: float, index: int, levels: int) -> float:
-    """start + step * index + levels, each operation rounded to float32."""
+    """Returns start + step * index + levels, each operation rounded to float32."""
     f = [torch.tensor(v, dtype=torch.float32) for v in (start, step, float(index), float(levels))]
     return float(f[0] + f[1] * f[2] + f[3])
 
@@ -80,7 +80,7 @@ def make_qx_quants(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def make_q3_quants(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """As make_qx_quants, but it improves one code after another, five times over."""
+    """Searches as make_qx_quants, but improves one code after another, five times over."""
     peak = signed_peak(x, 0)[0]
     codes = nearest_int(quotient(-float(levels), peak) * x).clamp_(-levels, levels - 1).float()
     squares, weighted = x * x, x * x * x

@@ -1,7 +1,7 @@
 """Mistakes that kernels of several operations could make.
 
-Verification applies each to a call: a failing kernel whose result equals that of an alteration made
-that mistake. Mistakes of one operation alone are in its own file.
+Verification applies each to a call: if a failing kernel's result equals that of the reference with
+the mistake, the kernel made that mistake. Mistakes of one operation alone are in its own file.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec.alteration import Alteration, Results, Values
+from ...spec.mistake import Mistake, Results, Values
 from .ggml import GGML_FORMATS
 from .quant import pack_nibbles, unpack_nibbles
 
 
-def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration:
-    """Returns the alteration that replaces one argument by `value`, or by value(arguments) if it is
+def replace_argument(kind: str, words: str, name: str, value: Any) -> Mistake:
+    """Returns the mistake that replaces one argument by `value`, or by value(arguments) if it is
     a function. It does not apply where the argument is absent or has that value already."""
-    def alter(op: Any, v: Values) -> Values | None:
+    def apply(op: Any, v: Values) -> Values | None:
         if name not in v or v[name] is None:
             return None
         new = value(v) if callable(value) else value
@@ -29,20 +29,20 @@ def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration
                 else not isinstance(v[name], Tensor) and new == v[name])
         return None if same else {**v, name: new}
 
-    return Alteration(kind, words, alter)
+    return Mistake(kind, words, apply)
 
 
 def change_results(kind: str, words: str,
-                   change: Callable[[Values, tuple[Any, ...]], Any]) -> Alteration:
-    """Returns the alteration that applies `change` to the reference's results."""
-    def alter(op: Any, v: Values) -> Results | None:
+                   change: Callable[[Values, tuple[Any, ...]], Any]) -> Mistake:
+    """Returns the mistake that applies `change` to the reference's results."""
+    def apply(op: Any, v: Values) -> Results | None:
         out = op.reference(**v)
         changed = change(v, tuple(out) if isinstance(out, (tuple, list)) else (out,))
         if changed is None:
             return None
         return Results(tuple(changed) if isinstance(changed, (tuple, list)) else (changed,))
 
-    return Alteration(kind, words, alter)
+    return Mistake(kind, words, apply)
 
 
 def scale_of(v: Values) -> float:
@@ -70,14 +70,14 @@ def interleave_heads(op: Any, v: Values) -> Values | None:
 def interleave_groups(names: tuple[str, ...], heads: str,
                       axis: int) -> Callable[[Any, Values], Values | None]:
     """Head h of `heads` reads head h % count of the tensors `names`, not h // group."""
-    def alter(op: Any, v: Values) -> Values | None:
+    def apply(op: Any, v: Values) -> Values | None:
         count, own = v[names[0]].shape[axis], v[heads].shape[axis]
         if count in (0, 1, own):
             return None
         order = torch.arange(own, device=v[heads].device) % count
         return {**v, **{n: v[n].index_select(axis, order) for n in names}}
 
-    return alter
+    return apply
 
 
 def flip_alignment(op: Any, v: Values) -> Values | None:
@@ -99,35 +99,35 @@ def softcap_before_scale(op: Any, v: Values) -> Values | None:
 
 
 SCORES = (
-    Alteration("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0
+    Mistake("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0
                else {**v, "scale": 1.0}),
     replace_argument("scale", "the default scale whatever was given", "scale",
                      lambda v: v["query"].shape[-1] ** -0.5 if "query" in v else 1.0),
-    Alteration("scale", "the scale applied twice", lambda op, v: {**v, "scale": scale_of(v) ** 2}),
+    Mistake("scale", "the scale applied twice", lambda op, v: {**v, "scale": scale_of(v) ** 2}),
     replace_argument("mask", "causality ignored", "is_causal", False),
 )
 
 SOFTCAP = (
-    Alteration("scale", "the softcap applied before the scale", softcap_before_scale),
+    Mistake("scale", "the softcap applied before the scale", softcap_before_scale),
     replace_argument("scale", "the softcap left out", "softcap", 0.0),
-    Alteration("head map", "query head h reading KV head h % kv_heads", interleave_heads),
+    Mistake("head map", "query head h reading KV head h % kv_heads", interleave_heads),
 )
 
 WINDOW = (
-    *(Alteration("window", f"{name} off by one ({by:+d})", shift_window(name, by))
+    *(Mistake("window", f"{name} off by one ({by:+d})", shift_window(name, by))
       for name in ("window_left", "window_right") for by in (1, -1)),
     *(replace_argument("window", f"{name} ignored", name, -1)
       for name in ("window_left", "window_right")),
 )
 
-def lse_of(kind: str, words: str, alter: Callable[[Any, Values], Values | None]) -> Alteration:
-    """Returns the alteration of the log-sum-exp alone; the output is right."""
+def lse_of(kind: str, words: str, apply: Callable[[Any, Values], Values | None]) -> Mistake:
+    """Returns the mistake of the log-sum-exp alone; the output is right."""
     def change(op: Any, v: Values) -> Results | None:
-        altered = alter(op, v) if v.get("return_lse") else None
+        altered = apply(op, v) if v.get("return_lse") else None
         return None if altered is None else Results((op.reference(**v)[0],
                                                      op.reference(**altered)[1]))
 
-    return Alteration(kind, words, change)
+    return Mistake(kind, words, change)
 
 
 LSE = (
@@ -151,52 +151,52 @@ def drop_argument(name: str) -> Callable[[Any, Values], Values | None]:
 
 
 def lengthen_context(by: int) -> Callable[[Any, Values], Values | None]:
-    def alter(op: Any, v: Values) -> Values | None:
+    def apply(op: Any, v: Values) -> Values | None:
         lens, table = v["context_lens"], v["block_table"]
         size = v["key_cache" if "key_cache" in v
                  else "ckv_cache"].shape[1 if v.get("kv_layout", "NHD") == "NHD" else 2]
-        room = (table >= 0).sum(1) * size
-        new = torch.minimum((lens + by).clamp(min=0), room.to(lens.dtype))
+        capacity = (table >= 0).sum(1) * size
+        new = torch.minimum((lens + by).clamp(min=0), capacity.to(lens.dtype))
         return {**v, "context_lens": new} if not torch.equal(new, lens) else None
 
-    return alter
+    return apply
 
 
 def rearrange_pages(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Values], Values | None]:
-    def alter(op: Any, v: Values) -> Values | None:
+    def apply(op: Any, v: Values) -> Values | None:
         table = v["block_table"].clone()
         for row in table:
             used = row >= 0
             row[used] = change(row[used])
         return None if torch.equal(table, v["block_table"]) else {**v, "block_table": table}
 
-    return alter
+    return apply
 
 
 PAGES = (
-    Alteration("out of bounds", "one token past context_lens read", lengthen_context(1)),
-    Alteration("out of bounds", "the whole last page read", lengthen_context(10 ** 6)),
-    Alteration("mask", "the last token left out", lengthen_context(-1)),
-    Alteration("stale page", "the pages of a sequence taken in the order of the pool",
+    Mistake("out of bounds", "one token past context_lens read", lengthen_context(1)),
+    Mistake("out of bounds", "the whole last page read", lengthen_context(10 ** 6)),
+    Mistake("mask", "the last token left out", lengthen_context(-1)),
+    Mistake("stale page", "the pages of a sequence taken in the order of the pool",
                rearrange_pages(lambda row: row.sort().values)),
-    Alteration("stale page", "the first page of a sequence read for all of them", rearrange_pages(
+    Mistake("stale page", "the first page of a sequence read for all of them", rearrange_pages(
         lambda row: row[:1].expand_as(row))),
-    Alteration("stale page", "the pages of a sequence taken backwards",
+    Mistake("stale page", "the pages of a sequence taken backwards",
                rearrange_pages(lambda row: row.flip(0))),
 )
 
 NORM = (
     replace_argument("convention", "eps ignored", "eps", 0.0),
-    Alteration("scale", "the weight left out", drop_argument("weight")),
+    Mistake("scale", "the weight left out", drop_argument("weight")),
     replace_argument("convention", "eps squared", "eps", lambda v: v["eps"] ** 2),
     replace_argument("scale", "the offset of the weight ignored", "offset", 0.0),
-    Alteration("scale", "one added to the weight", lambda op, v: None if v.get("weight") is None
+    Mistake("scale", "one added to the weight", lambda op, v: None if v.get("weight") is None
                else {**v, "weight": v["weight"] + 1.0}),
 )
 
 
 def eps_outside_sqrt(v: Values, out: tuple[Any, ...]) -> Any:
-    """x / (rms + eps) instead of x / sqrt(rms^2 + eps)."""
+    """Computes x / (rms + eps) instead of x / sqrt(rms^2 + eps)."""
     h = v["x"] + v["residual"] if "residual" in v else v["x"]
     mean = h.square().mean(-1, keepdim=True)
     return (out[0] * torch.sqrt(mean + v["eps"]) / (mean.sqrt() + v["eps"]), *out[1:])
@@ -215,7 +215,7 @@ def reverse_scales(op: Any, v: Values) -> Values | None:
 
 
 def swap_nibbles(name: str) -> Callable[[Any, Values], Values | None]:
-    def alter(op: Any, v: Values) -> Values | None:
+    def apply(op: Any, v: Values) -> Values | None:
         q, fmt = v[name], GGML_FORMATS.get(v["format"])
         if q.dtype != torch.uint8 or (fmt is not None and not fmt.nibbles):
             return None
@@ -227,13 +227,13 @@ def swap_nibbles(name: str) -> Callable[[Any, Values], Values | None]:
         codes = unpack_nibbles(q, 2 * q.shape[-1]).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return {**v, name: pack_nibbles(codes)}
 
-    return alter
+    return apply
 
 
 QUANTIZED = (
-    Alteration("scale", "the scales read transposed", transpose_scales),
-    Alteration("scale", "the scales of a row read backwards", reverse_scales),
-    Alteration("convention", "the zeros left out", drop_argument("zeros")),
+    Mistake("scale", "the scales read transposed", transpose_scales),
+    Mistake("scale", "the scales of a row read backwards", reverse_scales),
+    Mistake("convention", "the zeros left out", drop_argument("zeros")),
     replace_argument("scale", "the global scale left out", "global_scale",
                      lambda v: torch.ones_like(v["global_scale"])),
 )

@@ -47,8 +47,8 @@ def route(
 
 
 def score_experts(logits: Tensor, scoring: str) -> Tensor:
-    wide = logits.float()
-    return wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    upcast = logits.float()
+    return upcast.sigmoid() if scoring == "sigmoid" else upcast.softmax(-1)
 
 
 def weigh_experts(chosen: Tensor, normalize: bool, routed_scaling_factor: float) -> Tensor:

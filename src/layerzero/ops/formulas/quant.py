@@ -73,14 +73,14 @@ FORMATS = {f.name: f for f in (
 # Packing of four-bit codes.
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 (..., n) -> bytes (..., ceil(n / 2))."""
+    """Packs uint8 codes 0..15 (..., n) into bytes (..., ceil(n / 2))."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
-    """bytes (..., ceil(size / 2)) -> uint8 codes (..., size)."""
+    """Unpacks bytes (..., ceil(size / 2)) into uint8 codes (..., size)."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :size]
 
 
@@ -219,14 +219,14 @@ def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
     return pack_nibbles(code + (ratio < 0).to(torch.uint8) * 8)
 
 
-def decode(q: Tensor, fmt: Format, size: int, zeros: Tensor | None, wide: torch.dtype) -> Tensor:
+def decode(q: Tensor, fmt: Format, size: int, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns the values of codes in units of their scale; `zeros` is expanded to the elements."""
     if fmt.bits == 8:
-        values = q.to(wide)
-        return values if zeros is None else values - zeros.to(wide)
-    values = code_values(fmt.name, q.device, wide)[unpack_nibbles(q, size).long()]
+        values = q.to(dtype)
+        return values if zeros is None else values - zeros.to(dtype)
+    values = code_values(fmt.name, q.device, dtype)[unpack_nibbles(q, size).long()]
     if fmt.name == "int4":
-        values = values - (8.0 if zeros is None else zeros.to(wide))
+        values = values - (8.0 if zeros is None else zeros.to(dtype))
     return values
 
 
@@ -234,9 +234,9 @@ def dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Forma
                      block_size: int,
                      block_rows: int, global_scale: Tensor | None = None) -> Tensor:
     """Dequantizes codes to float32, or to float64 if the scales are float64."""
-    wide = torch.float64 if scales.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if scales.dtype == torch.float64 else torch.float32
     shape = torch.Size((*q.shape[:-1], size))
     if zeros is not None:
         zeros = expand_scales(zeros, shape, block_size, block_rows)
-    scales = scales.to(wide) if global_scale is None else scales.to(wide) * global_scale.to(wide)
-    return decode(q, fmt, size, zeros, wide) * expand_scales(scales, shape, block_size, block_rows)
+    scales = scales.to(dtype) if global_scale is None else scales.to(dtype) * global_scale.to(dtype)
+    return decode(q, fmt, size, zeros, dtype) * expand_scales(scales, shape, block_size, block_rows)

@@ -19,14 +19,14 @@ STYLES = ("rotate_half", "interleaved")
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     """Rotates the first 2 * cos.shape[-1] elements of rows; cos and sin broadcast over heads."""
     half = cos.shape[-1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
     if style == "interleaved":
-        first, second = wide[..., 0:2 * half:2], wide[..., 1:2 * half:2]
+        first, second = upcast[..., 0:2 * half:2], upcast[..., 1:2 * half:2]
     else:
-        first, second = wide[..., :half], wide[..., half:2 * half]
+        first, second = upcast[..., :half], upcast[..., half:2 * half]
     pairs = first * cos - second * sin, second * cos + first * sin
     rotated = torch.stack(pairs, -1).flatten(-2) if style == "interleaved" else torch.cat(pairs, -1)
-    return torch.cat((rotated, wide[..., 2 * half:]), -1).to(x.dtype)
+    return torch.cat((rotated, upcast[..., 2 * half:]), -1).to(x.dtype)
 
 
 def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str,

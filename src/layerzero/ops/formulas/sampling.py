@@ -57,11 +57,11 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
                    seed: int | None, seed_rows: Tensor | None, offset: int,
                    generator: torch.Generator | None) -> Tensor:
     """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from seeds, or torch's."""
-    wide = accumulator_dtype(device)
+    acc_dtype = accumulator_dtype(device)
     if uniforms is not None:
-        return uniforms.to(wide).reshape(batch, draws).clamp(0.0, 1.0)
+        return uniforms.to(acc_dtype).reshape(batch, draws).clamp(0.0, 1.0)
     if seed is None and seed_rows is None:
-        return torch.rand((batch, draws), generator=generator, device=device, dtype=wide)
+        return torch.rand((batch, draws), generator=generator, device=device, dtype=acc_dtype)
     if seed_rows is not None:
         start = mix(mix(seed_rows.to(torch.int64)) + as_int64(offset * GOLDEN)) + as_int64(GOLDEN)
     else:
@@ -70,10 +70,10 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
             numbers = [[(mix_int(first + r * GOLDEN + j * STRIDE) >> 11) * 2.0 ** -53
                         for j in range(draws)]
                        for r in range(batch)]
-            return torch.tensor(numbers, dtype=wide).reshape(batch, draws)
+            return torch.tensor(numbers, dtype=acc_dtype).reshape(batch, draws)
         start = torch.arange(batch, device=device) * as_int64(GOLDEN) + as_int64(first)
     words = mix(start[:, None] + torch.arange(draws, device=device) * as_int64(STRIDE))
-    return (words >> 11 & (1 << 53) - 1).to(wide) * 2.0 ** -53
+    return (words >> 11 & (1 << 53) - 1).to(acc_dtype) * 2.0 ** -53
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Filters(NamedTuple):
 def make_filters(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float,
                  temperature_rows: Tensor | None,
                  top_k_rows: Tensor | None, top_p_rows: Tensor | None, min_p_rows: Tensor | None,
-                 wide: torch.dtype) -> Filters:
+                 acc_dtype: torch.dtype) -> Filters:
     """Returns the filters; a temperature of zero is top_k = 1, and a top_k <= 0 keeps all."""
     max_top_k = vocab if top_k_rows is not None or not 0 < top_k < vocab else top_k
     if temperature_rows is None and temperature == 0.0:
@@ -113,8 +113,8 @@ def make_filters(vocab: int, temperature: float, top_k: int, top_p: float, min_p
         k = torch.where(top_k_rows > 0, top_k_rows, vocab)[:, None]
     if temperature_rows is not None:
         k = torch.where(temperature_rows[:, None] > 0, k, 1)
-    return Filters(k, top_p if top_p_rows is None else top_p_rows[:, None].to(wide),
-                   min_p if min_p_rows is None else min_p_rows[:, None].to(wide), max_top_k)
+    return Filters(k, top_p if top_p_rows is None else top_p_rows[:, None].to(acc_dtype),
+                   min_p if min_p_rows is None else min_p_rows[:, None].to(acc_dtype), max_top_k)
 
 
 def rank_scores(values: Tensor, temperature: float, temperature_rows: Tensor | None,
@@ -126,21 +126,22 @@ def rank_scores(values: Tensor, temperature: float, temperature_rows: Tensor | N
     the largest number. The result is always a new tensor.
     """
     if from_probs:
-        wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        return wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0.0)
-    wide = replace_nonfinite(values)
-    top = wide.amax(-1, keepdim=True)
-    wide = wide.sub_(top.clamp_(min=torch.finfo(wide.dtype).min))
+        upcast = values.to(torch.promote_types(values.dtype, torch.float32))
+        return upcast.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0.0)
+    upcast = replace_nonfinite(values)
+    top = upcast.amax(-1, keepdim=True)
+    upcast = upcast.sub_(top.clamp_(min=torch.finfo(upcast.dtype).min))
     if temperature_rows is not None:
-        column = temperature_rows[:, None].to(wide.dtype)
-        return wide.div_(torch.where(column > 0, column, 1.0))
-    return wide.div_(temperature) if temperature not in (0.0, 1.0) else wide
+        column = temperature_rows[:, None].to(upcast.dtype)
+        return upcast.div_(torch.where(column > 0, column, 1.0))
+    return upcast.div_(temperature) if temperature not in (0.0, 1.0) else upcast
 
 
 def replace_nonfinite(logits: Tensor) -> Tensor:
     """Returns a copy, at least float32, with NaN as -inf and +inf as the largest number."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.nan_to_num(nan=-torch.inf, posinf=torch.finfo(wide.dtype).max, neginf=-torch.inf)
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = torch.finfo(upcast.dtype).max
+    return upcast.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
 
 
 def token_weights(scores: Tensor, from_probs: bool) -> Tensor:
@@ -236,9 +237,9 @@ def filter_weights(scores: Tensor, filters: Filters, from_probs: bool) -> Tensor
 
 # Speculative decoding.
 
-def clean_probs(probs: Tensor, wide: torch.dtype) -> Tensor:
+def clean_probs(probs: Tensor, acc_dtype: torch.dtype) -> Tensor:
     """Returns probabilities with everything but positive finite numbers set to zero."""
-    return probs.detach().to(wide).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
+    return probs.detach().to(acc_dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
 
 
 def residual_weights(target: Tensor, draft: Tensor) -> Tensor:

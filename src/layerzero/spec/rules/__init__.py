@@ -82,7 +82,8 @@ class Rule(Record, omit="repair"):
         return verdict(self)
 
     def expression(self, variable: Callable[[str], str]) -> str:
-        """`check(...) is None` in Python; `variable` names the local variable that holds a fact."""
+        """Returns `check(...) is None` as Python; `variable(fact)` is the local that holds the
+        fact."""
         return self.predicate.code(variable(self.fact))
 
     def leaves(self) -> Iterator[Rule]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...machine.faults import FAULTS
-from ...spec.alteration import Results
 from ...spec.kernel import Kernel
+from ...spec.mistake import Results
 from ...spec.op import Op
 from ..kernel.contract import CaseResult, call, formula, results_of, upcast
 from ..kernel.guarded import guarded, poisoned_memory
@@ -176,9 +176,9 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     if (strided and not others and not any("out of bounds" in r.kinds for r in forward)
             and is_right_when_contiguous(kernel, strided, device)):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
-    alteration = _explain_by_alteration(kernel, forward, device)
-    if alteration:
-        return alteration
+    mistake = _explain_by_mistake(kernel, forward, device)
+    if mistake:
+        return mistake
     memory_fault = _explain_by_memory(kernel, forward, device)
     if memory_fault:
         return memory_fault
@@ -296,9 +296,9 @@ def _listed_names(names: Sequence[str]) -> str:
 
 # By altered references.
 
-def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
-                           device: str) -> tuple[str, str] | None:
-    """Returns the alteration that explains most failing cases, if two thirds of those it applies
+def _explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
+                        device: str) -> tuple[str, str] | None:
+    """Returns the mistake that explains most failing cases, if two thirds of those it applies
     to."""
     votes: Counter[tuple[str, str]] = Counter()
     applied: Counter[tuple[str, str]] = Counter()
@@ -312,12 +312,12 @@ def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
                 out, expected = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
         except FAULTS:
             continue
-        for alteration in kernel.op.alterations:
-            altered = _altered_results(kernel.op, alteration.alter, values)
+        for mistake in kernel.op.mistakes:
+            altered = _altered_results(kernel.op, mistake.apply, values)
             if altered is None or are_close(kernel.op, r.dtype, altered, expected):
                 continue
-            applied[alteration.kind, alteration.words] += 1
-            votes[alteration.kind, alteration.words] += are_close(kernel.op, r.dtype, out, altered)
+            applied[mistake.kind, mistake.words] += 1
+            votes[mistake.kind, mistake.words] += are_close(kernel.op, r.dtype, out, altered)
     best = max(votes, key=lambda k: (votes[k], -applied[k]), default=None)
     if best is None or not votes[best] or votes[best] * 3 < applied[best] * 2:
         return None
@@ -334,7 +334,7 @@ def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, .
             if outcome is None:
                 return None
             return outcome.values if isinstance(outcome, Results) else formula(op, outcome)
-    except FAULTS:                             # the alteration makes no sense for this call
+    except FAULTS:                             # the mistake makes no sense for this call
         return None
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...models.decoder import StageValue, Trace
-from ...spec.alteration import Alteration, Results
 from ...spec.codec import Record
 from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
+from ...spec.mistake import Mistake, Results
 from ...spec.op import Op
 from ...world import snapshot as worlds
 from ..certification.diagnosis import CLASSES
@@ -268,20 +268,20 @@ def _alternatives(op: Op, values: Arguments,
     """Yields altered references that differ from the reference: class, text, result, and its
     tolerance at the dtype of the call."""
     unaltered = formula(op, upcast(values))[result]
-    for alteration in (*op.alterations, *_MODEL_ALTERATIONS.get(op.name, ())):
-        wide, eager = (_altered_result(op, alteration, v, result) for v in (upcast(values), values))
+    for mistake in (*op.mistakes, *_MODEL_MISTAKES.get(op.name, ())):
+        wide, eager = (_altered_result(op, mistake, v, result) for v in (upcast(values), values))
         if wide is not None and eager is not None:
             rounding = torch.finfo(eager.dtype).eps * max_abs(wide)
             tolerance = TIMES_EAGER * difference(eager, wide) + 2 * ROUNDINGS * rounding
             if difference(wide, unaltered) > 2 * tolerance:
-                yield alteration.kind, alteration.words, wide, tolerance
+                yield mistake.kind, mistake.words, wide, tolerance
 
 
-def _altered_result(op: Op, alteration: Alteration, values: Arguments,
+def _altered_result(op: Op, mistake: Mistake, values: Arguments,
                     result: int) -> Tensor | None:
     try:
-        altered = alteration.alter(op, values)
-    except FAULTS:                             # the alteration does not apply to this call
+        altered = mistake.apply(op, values)
+    except FAULTS:                             # the mistake does not apply to this call
         return None
     if isinstance(altered, Results):
         tensor = altered.values[result]
@@ -310,17 +310,17 @@ def _reordered_rope(op: Any, v: Arguments) -> Results:
 
 
 def _shift_positions(by: int) -> Callable[[Any, Arguments], Arguments | None]:
-    def alter(op: Any, v: Arguments) -> Arguments | None:
+    def apply(op: Any, v: Arguments) -> Arguments | None:
         ids = v["position_ids"]
         return (None if ids is None
                 else {**v, "position_ids": (ids + by).clamp(0, v["cos"].shape[-2] - 1)})
 
-    return alter
+    return apply
 
 
 # Mistakes that only show in a model.
-_MODEL_ALTERATIONS: Mapping[str, tuple[Alteration, ...]] = {"rope": (
-    Alteration("convention", "the other style, and the elements of a head in the order of that",
+_MODEL_MISTAKES: Mapping[str, tuple[Mistake, ...]] = {"rope": (
+    Mistake("convention", "the other style, and the elements of a head in the order of that",
                _reordered_rope),
-    Alteration("alignment", "every position one less", _shift_positions(-1)),
-    Alteration("alignment", "every position one more", _shift_positions(1)))}
+    Mistake("alignment", "every position one less", _shift_positions(-1)),
+    Mistake("alignment", "every position one more", _shift_positions(1)))}

@@ -62,7 +62,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
     wanted: dict[str, tuple[Kernel, Isolation]] = {}
     for kernel in kernels:
         entry = next((e for e in entries if e.covers(kernel.id)), None)
-        if entry is not None and not worker_obstacle(kernel) and (
+        if entry is not None and not why_not_in_worker(kernel) and (
                 entry.mode == "worker" or conflicts(kernel, entry, unloadable)):
             wanted[f"worker.{kernel.id}"] = kernel, entry
     if wanted == present:
@@ -79,7 +79,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
                    {**origins, **dict.fromkeys(wanted, "isolation")})
 
 
-def worker_obstacle(kernel: Kernel) -> str:
+def why_not_in_worker(kernel: Kernel) -> str:
     """Says why a kernel cannot run in a worker; "" if it can."""
     op = kernel.op
     if kernel.backend == "reference":

@@ -29,10 +29,10 @@ template <int MAX_ROWS, int WIDTH> struct Combine {
 FN float* row_of(u8* part, int row, int pitch) { return (float*)part + row * pitch; }
 FN Float2* max_sum_of(u8* part, int row, int most, int pitch) { return (Float2*)((float*)part + most * pitch) + row; }
 
-template <int MAX_ROWS, int WIDTH> FN Combine<MAX_ROWS, WIDTH> make_combine(u8* room, int rank) {
+template <int MAX_ROWS, int WIDTH> FN Combine<MAX_ROWS, WIDTH> make_combine(u8* memory, int rank) {
     typedef Combine<MAX_ROWS, WIDTH> Layout;
-    u64* max_sums = (u64*)(room + Layout::INBOX_BYTES);
-    return Layout{(Four*)room, max_sums, max_sums + SPLITS * MAX_ROWS, rank};
+    u64* max_sums = (u64*)(memory + Layout::INBOX_BYTES);
+    return Layout{(Four*)memory, max_sums, max_sums + SPLITS * MAX_ROWS, rank};
 }
 
 // All warps call it before they send. Remote stores may arrive from then on.

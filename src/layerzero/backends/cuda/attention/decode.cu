@@ -61,7 +61,7 @@ KERNEL(decode, Params, WARPS * 32)
 
     // Start copying the queries and the first keys and values before waiting for anything.
     u8* queries = shared() + WARPS * RING;
-    const int mine = warp() * RING, at = mine + swizzle(row_in_copy, unit);
+    const int ring = warp() * RING, at = ring + swizzle(row_in_copy, unit);
     const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, K_TOKEN) + unit * 8;
     const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, V_TOKEN) + unit * 8;
 #if PAGE
@@ -107,8 +107,8 @@ KERNEL(decode, Params, WARPS * 32)
     open_inbox(combine, used);
 
     // Offsets of this lane's rows for ldmatrix.
-    const int query_at = swizzle(lane() % 8, lane() / 8), key_at = mine + swizzle(lane() % 16, lane() / 16);
-    const int value_at = mine + swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+    const int query_at = swizzle(lane() % 8, lane() / 8), key_at = ring + swizzle(lane() % 16, lane() / 16);
+    const int value_at = ring + swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
     const int first_masked = CAUSAL ? offset + 1 : length;                          // keys before this one are visible to all
     const int first_unwindowed = WINDOW ? offset + tokens - 1 - p.left : 0;    // as are keys from this one on
 
@@ -205,7 +205,7 @@ KERNEL(decode, Params, WARPS * 32)
     // Each warp stores its part over its ring; sums are still per lane.
     copy_wait<0>();
     sync_warp();
-    u8* part = shared() + mine;
+    u8* part = shared() + ring;
     UNROLL for (int c = 0; c < COLS; ++c) {
         UNROLL for (int e = 0; e < 2; ++e) {
             const int row = c * 8 + 2 * t + e;

@@ -91,10 +91,10 @@ def launch(
     starts: Tensor | None = None, page: int = 0, chosen: Config | None = None,
     varying: tuple[Varying, ...] = (),
 ) -> None:
-    """`shape`: batch, kv_heads, group, max_queries (per head), keys, dim. `strides`: batch, head,
-    token of the query; batch, head of key and value; batch, head, token of out and lse; row of the
-    table. `tokens`: token strides of key and value. `varying`: the arguments that may differ in a
-    replay."""
+    """Launches decode.cu. `shape`: batch, kv_heads, group, max_queries (per head), keys, dim.
+    `strides`: batch, head, token of the query; batch, head of key and value; batch, head, token of
+    out and lse; row of the table. `tokens`: token strides of key and value. `varying`: the
+    arguments that may differ in a replay."""
     batch, kv_heads, group, max_queries, keys, dim = shape
     rows = group * max_queries
     seen = keys if left < 0 else min(keys, left + max_queries)
@@ -137,7 +137,8 @@ def dense(
     window_left: int = -1, return_lse: bool = False, layout: str = "bhsd",
     chosen: Config | None = None,
 ) -> Any:
-    """The last query is aligned with the last key. `chosen` is a configuration, for benchmarks."""
+    """Returns the attention of queries of which the last is aligned with the last key. `chosen`
+    overrides the configuration, for benchmarks."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]

@@ -48,11 +48,11 @@ FN int pick_mass(const double* mass, int n, double& target) {
 struct Found { bool here; u32 at; double weight, whole; };                     // `here`: this thread found it
 
 // Finds the first token, in the order of ids, at which the cumulative weight exceeds the goal.
-// `mine`: the mass of this thread's tokens, or of others of its warp.
+// `own_mass`: the mass of this thread's tokens, or of others of its warp.
 template <typename Weight, typename Goal>
-FN Found find_token(Shared& s, const Row& r, double mine, int& buffer, Weight weight, Goal target_of) {
-    mine = warp_sum(mine);
-    if (!lane()) s.by_warp[warp()] = mine;
+FN Found find_token(Shared& s, const Row& r, double own_mass, int& buffer, Weight weight, Goal target_of) {
+    own_mass = warp_sum(own_mass);
+    if (!lane()) s.by_warp[warp()] = own_mass;
     sync_block();
     if (!warp()) {
         const double here = warp_sum(lane() < WARPS ? s.by_warp[lane()] : 0.0);
@@ -270,9 +270,9 @@ KERNEL(sample, Params, THREADS) {
     double uniform = s.own[p.kinds & 15 ? UNIFORM : SEED];
     uniform = uniform < 0.0 ? 0.0 : uniform > 1.0 ? 1.0 : uniform;
     for (;;) {
-        double mine = 0.0;
+        double own_mass = 0.0;
         if (!draws)
-            cut = search(s, r, count, count ? double(top_k) : top_p, !(count && by_mass), least, mine, buffer);
+            cut = search(s, r, count, count ? double(top_k) : top_p, !(count && by_mass), least, own_mass, buffer);
         if (cut.ties > 0.0 || !(count && by_mass)) {
             const auto weight = [&](u32 key, u32 place) {
                 if (cut.ties > 0.0) return key == cut.key ? 1.0 : 0.0;
@@ -282,14 +282,14 @@ KERNEL(sample, Params, THREADS) {
             if (cut.listed) {
                 ROLLED for (u32 i = lane(); i < s.listed; i += 32) {
                     const u32 key = u32(s.list[i] >> PLACE_BITS), place = u32(s.list[i]) & ((1u << PLACE_BITS) - 1);
-                    if (place / 4 - r.first < u32(r.steps) * 32) mine += weight(key, place);
+                    if (place / 4 - r.first < u32(r.steps) * 32) own_mass += weight(key, place);
                 }
             } else {
                 for_each_piece<false>(r, [&](const u32 (&k)[4], u32 first) {
-                    UNROLL for (int e = 0; e < 4; ++e) mine += weight(k[e], first + e);
+                    UNROLL for (int e = 0; e < 4; ++e) own_mass += weight(k[e], first + e);
                 });
             }
-            found = find_token(s, r, mine, buffer, weight, [&](double whole) {
+            found = find_token(s, r, own_mass, buffer, weight, [&](double whole) {
                 const double target = cut.ties > 0.0 ? cut.ties - 0.5 : uniform * whole;
                 const double below = whole * 0.99999999999999988897769753748;  // times the largest number below one
                 return target < below ? target : below;

@@ -34,7 +34,7 @@ class Config(NamedTuple):
     cluster: int
     threads: int = 512
     listed: int = 2048     # tokens that can be listed to find an exact cut
-    room: int = SHARED_BYTES
+    shared_bytes: int = SHARED_BYTES
 
 
 class Rows(NamedTuple):
@@ -60,7 +60,7 @@ def config(batch: int, vocab: int, device: torch.device) -> Config:
                                     or (2 * cluster * batch <= machine.processors
                                         and cluster << 12 < vocab)):
         cluster *= 2
-    return Config(cluster, room=min(SHARED_BYTES, machine.shared))
+    return Config(cluster, shared_bytes=min(SHARED_BYTES, machine.shared))
 
 
 @lru_cache(maxsize=256)
@@ -71,11 +71,11 @@ def _reciprocal(temperature: float) -> float:
 @lru_cache(maxsize=4096)
 def _plan(half: int, probs: bool, vocab: int, cfg: Config) -> tuple[Any, int, int, int]:
     """Returns (kernel, steps, over, every): see Params in sample.cu."""
-    cluster, threads, listed, room = cfg
+    cluster, threads, listed, shared_bytes = cfg
     warps = threads // 32
     steps = -(-(vocab + PIECE - 1) // (PIECE * 32 * warps * cluster))
     fixed, step = 80 * warps + 2816 + 8 * listed, threads * 16
-    over = max(0, steps - (room - fixed) // step)
+    over = max(0, steps - (shared_bytes - fixed) // step)
     macros = (("THREADS", threads), ("HALF", half), ("PROBS", int(probs)), ("LIST", listed))
     kernel = compiler.kernel("sampling/sample.cu", "sample", macros, threads,
                              fixed + (steps - over) * step, cluster)

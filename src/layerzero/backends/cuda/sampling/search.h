@@ -280,9 +280,9 @@ FN bool too_close(const double (&v)[8], double target, int tokens) {
 }
 
 // Lists the places in [lo, hi) of the block's tokens and returns their number in the cluster. With
-// `weigh`, `mine` becomes the mass of this thread's tokens before lo that min-p keeps; `above`,
+// `weigh`, `own_mass` becomes the mass of this thread's tokens before lo that min-p keeps; `above`,
 // unless counting, the exact mass of all before lo.
-FN u32 list_places(Shared& s, const Row& r, Range& g, bool count, bool weigh, float least, double& mine, int& buffer) {
+FN u32 list_places(Shared& s, const Row& r, Range& g, bool count, bool weigh, float least, double& own_mass, int& buffer) {
     if (!thread()) s.listed = 0;
     sync_block();
     double mass = 0.0, enough = 0.0;
@@ -302,7 +302,7 @@ FN u32 list_places(Shared& s, const Row& r, Range& g, bool count, bool weigh, fl
                 if (k[e] - lo < width && slot < LIST) s.list[slot++] = place_of(k[e], at + e);
         }
     });
-    mine = drops ? enough : mass;
+    own_mass = drops ? enough : mass;
     mass = warp_sum(mass);
     if (!lane()) s.by_warp[warp()] = mass;
     sync_block();
@@ -368,9 +368,9 @@ FN u64 cut_among_listed(Shared& s, const Range& g, bool count, u32 listed, doubl
 struct Cut { u64 place; bool listed; u32 key; double ties; };
 
 // Finds the place before which less than `share` of the total mass lies; with `count`, less than
-// `share` tokens. If it came from the lists, and with `weigh`, `mine` is the mass of this thread's
+// `share` tokens. If it came from the lists, and with `weigh`, `own_mass` is the mass of this thread's
 // tokens before them.
-FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, float least, double& mine, int& buffer) {
+FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, float least, double& own_mass, int& buffer) {
     Range g = {PROBS ? NEVER - float_bits(r.peak) : 0, NEVER, 0.0, 0.0};
     double target = share;
     bool full = true;                              // too many tokens between lo and hi to list
@@ -379,7 +379,7 @@ FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, flo
     for (int round = 0;;) {
         const bool one = round && g.hi - g.lo == 1;        // one key is left
         if (!full) {
-            const u32 many = list_places(s, r, g, count, weigh, least, mine, buffer);
+            const u32 many = list_places(s, r, g, count, weigh, least, own_mass, buffer);
             if (many <= LIST) return Cut{cut_among_listed(s, g, count, many, target, buffer), true, 0, 0.0};
             buffer ^= 1;
             full = true;

@@ -1,8 +1,8 @@
-// The attention of step.cu: a worker has one KV head and some of the tokens that are cached; the last
-// one has the new token too, and keeps it.
+// The attention of step.cu: a worker (a block) has one KV head and a range of the cached tokens; the last
+// worker of a head also has the new token, and writes its key and value to the cache.
 
-// What a worker needs of the odd x: queries, key and value as they come; the queries as the tensor
-// cores take them; for each warp, and the new token, its maxima, sums and outputs.
+// Scratch memory of a worker, in place of the odd x: queries, key and value as received; the queries as
+// operands of the tensor cores; maxima, sums and outputs of each warp and of the new token.
 constexpr int OUT_PITCH = DIM + 2;                 // floats: those of a head, its maximum and its sum
 
 struct Scratch {
@@ -16,8 +16,8 @@ FN Scratch scratch() {
     return {(float*)(at + COLS * 8 * PITCH), at, (float*)(at + COLS * 8 * PITCH) + (GROUP + 2) * DIM};
 }
 
-// Norm and rotation of one head, by one warp; gives it rounded
-template <typename Put> FN void turned(float* raw, const u16* weight, float eps, const float (&cos)[(DIM + 31) / 32],
+// Normalises and rotates one head, by one warp; passes the rounded result to `put`
+template <typename Put> FN void norm_and_rotate(float* raw, const u16* weight, float eps, const float (&cos)[(DIM + 31) / 32],
                                        const float (&sin)[(DIM + 31) / 32], Put put) {
     float x[(DIM + 31) / 32];
 #if HEAD_NORMS
@@ -132,9 +132,9 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
         float cos[(DIM + 31) / 32], sin[(DIM + 31) / 32];
         UNROLL for (int d = 0; d < (DIM + 31) / 32; ++d) {
             const u16* row = layer.angles + i64(over.position) * (4 * HALF) + d * 32 + lane();
-            const bool is_turned = d * 32 + lane() < 2 * HALF;
-            cos[d] = is_turned ? to_float<true>(row[0]) : 1.0f;
-            sin[d] = is_turned ? to_float<true>(row[2 * HALF]) : 0.0f;
+            const bool is_rotated = d * 32 + lane() < 2 * HALF;
+            cos[d] = is_rotated ? to_float<true>(row[0]) : 1.0f;
+            sin[d] = is_rotated ? to_float<true>(row[2 * HALF]) : 0.0f;
         }
         const u64* from = words + QKV_AT + b * QKV;
         constexpr int QUERIES = GROUP * DIM / 2;   // pairs of words, before those of the key and the value
@@ -151,15 +151,15 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
             });
         sync_first(THREADS);
         STAMP(work.phase, 0);
-        const i64 place = ((b * p.room + over.position) * KV_HEADS + head) * DIM;
+        const i64 place = ((b * p.capacity + over.position) * KV_HEADS + head) * DIM;
         ROLLED for (int row = warp(); row < COLS * 8 || row < GROUP + 2; row += WARPS) {
             float* raw = at.raw + row * DIM;
             u16* query = (u16*)(at.queries + row * PITCH);
-            if (row < GROUP) turned(raw, layer.q_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) { query[d] = x; });
+            if (row < GROUP) norm_and_rotate(raw, layer.q_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) { query[d] = x; });
             else if (row < COLS * 8)
                 for (int d = lane(); d < DIM; d += 32) query[d] = 0;
             if (last && row == GROUP)
-                turned(raw, layer.k_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) {
+                norm_and_rotate(raw, layer.k_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) {
                     layer.keys[place + d] = x;
                     raw[d] = to_float<true>(x);
                 });
@@ -214,8 +214,8 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
     ++work.phase;
 }
 
-// Of the splits of a head: a warp has PIECE words of it, and asks for those of 16 splits at once. The
-// instructions are few, since they are fetched anew in every layer.
+// Merges the splits of a head: a warp has PIECE words of it, and polls those of 16 splits at once. The code
+// is short, since its instructions are fetched again in every layer.
 FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
     const Share share = take(work.first, MERGES);
     constexpr int BESIDE = 32 / PIECE, EACH = 4, MANY = BESIDE * EACH;     // splits of a lane's neighbours, its own, all
@@ -228,7 +228,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
             const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + place;
             u64 sum, part[EACH];
             bool all;
-            do sum = peek(sums + min_int(lane(), many - 1));   // alone: what is asked for in vain delays the others
+            do sum = peek(sums + min_int(lane(), many - 1));   // alone: polls of words that have not arrived delay the others
             while (u32(sum >> 32) != tag && !given_up());
             do {
                 all = true;

@@ -1,12 +1,12 @@
-// Of Consumer (step.cu): products by the tensor cores, which take 16 rows of a weight, and the rows of x
-// as columns: bf16 as it is, codes and their x as fp16, in which those take the fewest instructions: int4 in the
-// mantissa of 1024.0 is 1024 + code, or 1024 + 16 times the code where it lies four bits higher and x
-// is a sixteenth. The 1024, and the 8 by which a code is too large, times x are the same for all rows,
-// and taken away after 128 inputs. What is kept of x is scaled by a power of two that its largest value
-// gives (`arrange` in inputs.h). The warps of a block share the inputs of an item, and one of them adds
-// up what they have.
+// Members of Consumer (step.cu): products on the tensor cores. The A operand is 16 rows of a weight, the
+// columns of B are the rows of x. bf16 weights are multiplied as they are, codes as fp16, which takes the
+// fewest instructions to decode: int4 in the mantissa of 1024.0 is 1024 + code; where the code lies four
+// bits higher it is 1024 + 16 * code, and x is divided by 16. The excess, 1024 and the zero point 8 times
+// the sum of x, is the same for all rows and subtracted after 128 inputs. x is scaled by a power of two
+// so that it fits fp16 (`arrange` in inputs.h). The warps of a block split the inputs of an item (16 rows),
+// and one of them adds up their partial sums.
 
-// Eight inputs of a row as pairs
+// Decodes eight inputs of a row to four pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     if (CODES == 3) {
         const Four v = load4(from);
@@ -22,13 +22,13 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     UNROLL for (int n = 0; n < 4; ++n) pair[n] = fp8_pair(u32(words >> 16 * n));
 }
 
-// Which inputs a lane has: eight of every 32, or of bf16, for which units of 16 bytes 32 bytes apart have no
-// bank of the shared memory in common, 16 of every 64.
+// The inputs of a lane: eight of every 32; of bf16 16 of every 64, so that lanes read different banks of
+// shared memory.
 constexpr static int LANE_INPUTS = CODES == 3 ? 16 : 8;
 FN_MEMBER static constexpr int x_at(int j) { return CODES == 3 ? j / 2 * 64 + j % 2 * 8 : j * 32; }
 
-// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1; `at`: where a
-// lane's inputs lie in the runs of a row
+// Multiplies 128 inputs: acc += rows g and g + 8 of a tile times columns 2t and 2t + 1 of x; `at`: the
+// offsets of a lane's inputs in the runs of a row
 template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
     UNROLL for (int j = 0; j < 4; ++j) {
         u32 upper[4], lower[4];
@@ -42,7 +42,7 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
     }
 }
 
-// sum += the tile times x, in the layout of the tensor cores
+// Adds the product of a tile and x to `sum`, in the fragment layout of the tensor cores
 template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, const float* offsets,
                                                                  float (&sum)[4]) const {
     constexpr int TOGETHER = BLOCKS % 2 || STRIDE / 128 % 2 ? 1 : 2;    // the last slice may be shorter
@@ -81,9 +81,9 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
             UNROLL for (int e = 0; e < 4; ++e) sum[e] += acc[n][0][e] + acc[n][1][e];
 }
 
-// The sums of 16 rows by a part of the warps, each for all rows of x. Tiles are copied in order, so a
-// warp is less than ROUNDS rounds before any other: its next tile comes after all of the round before,
-// for which the others have left theirs, STAGES / WARPS rounds earlier.
+// Partial sums of 16 rows by one of the warps that share an item, for all rows of x. A warp is less than
+// ROUNDS rounds ahead of any other, so ROUNDS buffers suffice: tiles are copied in order, and its next tile
+// is copied only after the other warps have released theirs of STAGES / WARPS rounds before.
 FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH); }
 
 template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
@@ -92,11 +92,11 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
     return sum;
 }
 
-// What a sum is to be multiplied with for the scale of x
+// The factor that undoes the scaling of x
 FN_MEMBER static float of_x(const Target& to, int b) { return CODES == 3 ? 1.0f : x_scale(to.peaks, b).inverse; }
 
-// In a round every warp has a slice of an item, or every WARPS-th of one item; then one warp adds up
-// what all of them have of an item.
+// In a round every warp multiplies one slice of an item, or every WARPS-th slice of the same item; then one
+// warp adds up the partial sums of an item.
 template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to) {
     constexpr int BLOCKS = code_blocks(K, SLICES), PARTS = SLICES < WARPS ? SLICES : WARPS, ITEMS = WARPS / PARTS;
     const bool is_gated = to.kind == TO_GATE;

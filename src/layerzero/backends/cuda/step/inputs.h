@@ -1,8 +1,8 @@
-// Of step.cu: what a part of a layer reads, which all blocks have made together. A thread polls words,
-// FIRST_POLLS pairs at a time until they are there, and then LATER_POLLS at a time, since most are there
-// by then: every further word that is asked for in vain delays the results of others.
+// Part of step.cu: how a block receives the inputs of a phase, to which all blocks have contributed. A
+// thread polls FIRST_POLLS pairs of words until they have arrived, then LATER_POLLS at a time, since most
+// have arrived by then: every poll of a word that has not arrived delays the stores of other blocks.
 
-// Polls COUNT pairs of words of a thread, from its n-th
+// Polls COUNT of the pairs of words that belong to this thread, from its n-th on
 template <int UNITS, int COUNT, typename Place, typename Take>
 FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
     Words v[COUNT];
@@ -22,7 +22,7 @@ FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
     }
 }
 
-// Polls UNITS pairs of words, at place(unit); take(unit, first value, second value)
+// Polls UNITS pairs of words, at place(unit), and calls take(unit, first value, second value) for each
 template <int UNITS, typename Place, typename Take>
 FN void receive_at(const Place& place, u32 tag, const Take& take) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS);
@@ -31,7 +31,7 @@ FN void receive_at(const Place& place, u32 tag, const Take& take) {
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
         receive_some<UNITS, FIRST>(0, place, tag, take);
         ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, take);
-    } else                                         // one code for all of them
+    } else                                         // less code: one loop for all of them
         ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, take);
 }
 
@@ -43,7 +43,7 @@ struct Scale { float by, inverse; };
 
 FN float half_sum(u32 pair) { return to_float<false>(u16(pair)) + to_float<false>(u16(pair >> 16)); }
 
-// The power of two that brings the largest value of a row of x to 2^13 and more, for which fp16 has room
+// The power of two that scales the largest value of a row of x to at least 2^13, which fits fp16
 FN Scale x_scale(const float* peaks, int b) {
     float peak = peaks[b * WARPS];
     UNROLL for (int w = 1; w < WARPS; ++w) peak = fmaxf(peak, peaks[b * WARPS + w]);
@@ -51,8 +51,8 @@ FN Scale x_scale(const float* peaks, int b) {
     return {bits_float(u32(267 - exponent) << 23), bits_float(u32(exponent - 13) << 23)};
 }
 
-// x as the products with codes take it (codes.h): scaled fp16, for int4 in the order in which codes come
-// out of a word; and what such a product has too much in 128 inputs
+// Converts x for the products with codes (codes.h): to scaled fp16, for int4 in the order in which codes
+// are decoded from a word; and computes the excess of such a product for each 128 inputs
 template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]) {
     float *peaks = ::peaks(is_odd), *offsets = code_offsets(is_odd);
     UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -81,7 +81,7 @@ template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]
     sync_first(THREADS);
 }
 
-// K values of each row of the batch, two to a word
+// Receives K values of each row of the batch, two to a word
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
     float peak[BATCH];
     UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -97,10 +97,10 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
     else sync_first(THREADS);
 }
 
-// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
+// Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding
 FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 by[EACH];                                  // asked for before anything is waited for
+    u32 by[EACH];                                  // the weight, loaded before the first wait
     UNROLL for (int n = 0; n < EACH; ++n)
         if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
     UNROLL for (int b = 0; b < BATCH; ++b) {

@@ -76,7 +76,7 @@ class Config(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A cut of the rows of a weight: so many whole rows, or one row in slices."""
+    """A tile of a weight: some whole rows, or one row in slices."""
 
     rows: int
     slices: int
@@ -225,7 +225,8 @@ def stage_bytes(shape: Shape, cfg: Config) -> int:
 
 
 def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
-    """Every block has a share of gate and up: it is on this that words are written again safely."""
+    """Returns the number of blocks. Each has a share of gate and up, without which a word could be
+    overwritten before every block has read it."""
     pairs = BOX_ROWS if tiled(shape, cfg) else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
@@ -270,10 +271,10 @@ def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
-    wide = max(tile, CODE_ROWS * shape.hidden)
+    largest_tile = max(tile, CODE_ROWS * shape.hidden)
     by_tensor_cores = [Config(4, stages, stages, tile=size, first_polls=4, later_polls=4,
                               tensor_cores=True)
-                       for stages, size in ((12, wide), (8, wide), (12, tile), (8, tile))]
+                       for size in (largest_tile, tile) for stages in (12, 8)]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
                for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows, by_tensor_cores])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]
@@ -330,13 +331,13 @@ class LayerTensors:
     k_norm: Tensor | None
     out: Tensor
     mlp_norm: Tensor
-    into: Tensor
+    gate_up: Tensor
     down: Tensor
     angles: Tensor             # (tokens, 4 * half): cos twice and then sin twice
     keys: Tensor
     values: Tensor
     window: int | None = None
-    # of the codes of qkv, out, into and down: (rows, groups), for int4 in bfloat16, else in float32
+    # of the codes of qkv, out, gate_up and down: (rows, groups), in bfloat16 for int4, else float32
     scales: tuple[Tensor, ...] = ()
 
 
@@ -352,8 +353,8 @@ class PersistentStep:
         sizes = (shape.hidden, shape.heads * shape.dim, shape.hidden, shape.inner)
         scales: list[tuple[Tensor | None, ...]] = [
             tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2) if shape.codes == "int4"
-                  else t for n, (t, k) in enumerate(zip(at.scales, sizes)))
-            for at in layers]
+                  else t for n, (t, k) in enumerate(zip(layer.scales, sizes)))
+            for layer in layers]
         if tiled(shape, cfg) == "bfloat16":
             scales = [(None,) * len(sizes)] * len(layers)
         self._tensors, self._scales = (layers, embed, norm, head), scales
@@ -363,9 +364,11 @@ class PersistentStep:
             32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
         layout = _CODED if tiled(shape, cfg) else _LAYER
         table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
-            at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
-            at.angles, at.keys, at.values, *by)), NO_WINDOW if at.window is None else at.window)
-            for at, by in zip(layers, scales))
+            layer.norm, layer.qkv, layer.bias, layer.q_norm, layer.k_norm, layer.out,
+            layer.mlp_norm, layer.gate_up, layer.down, layer.angles, layer.keys, layer.values,
+            *layer_scales)),
+            NO_WINDOW if layer.window is None else layer.window)
+            for layer, layer_scales in zip(layers, scales))
         self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
         total = 2 * word_offsets(shape, max_splits(shape, self.blocks)).SET_WORDS
         self._words = torch.zeros(total, dtype=torch.int64, device=device)
@@ -403,19 +406,19 @@ class PersistentStep:
 
 def _tensor_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
                  sizes: Sequence[int]) -> Tensor:
-    """Returns the descriptions that a layer has: of the codes of qkv, out, into and down, and of
-    the keys and values in its cache."""
+    """Returns the tensor maps of each layer: of the codes of qkv, out, gate_up and down, and of the
+    keys and values in its cache."""
     maps, tokens = [], cached_tokens(shape.dim, cfg.tile)
     codes = tiled(shape, cfg)
     runs = [code_blocks(k, code_slices(k, shape, cfg), codes) * BLOCK // code_run(codes)
             for k in sizes] if codes else []
-    for at in layers:
+    for layer in layers:
         maps += [tensor_maps.encode(weight, BOX_ROWS, n)
-                 for weight, n in zip((at.qkv, at.out, at.into, at.down), runs)]
+                 for weight, n in zip((layer.qkv, layer.out, layer.gate_up, layer.down), runs)]
         if boxed(shape.dim):
             maps += [tensor_maps.encode(cache.flatten(0, 1).flatten(1), tokens,
                                         2 * shape.dim // tensor_maps.RUN)
-                     for cache in (at.keys, at.values)]
+                     for cache in (layer.keys, layer.values)]
     return torch.frombuffer(bytearray(b"".join(maps) or bytes(1)), dtype=torch.uint8)
 
 

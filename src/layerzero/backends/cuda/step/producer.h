@@ -1,6 +1,6 @@
-// The last warps of a block of step.cu, COPIERS of them: they copy the tiles of weights, and of what is
-// cached, through the ring. All of them go through all tiles. A tile that is one or two bulk copies is
-// the first's; of a tile of the cache that is copied by lanes each has its share.
+// The producer warps of step.cu, the last COPIERS of a block: they copy the tiles of the weights and of the
+// KV cache through the ring. Each of them visits all tiles. The first one issues bulk copies; a tile of the
+// cache that is copied by lanes is split between all of them.
 
 // A tile of 16 rows is two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
 // run of 128 bytes has RUN inputs.
@@ -15,7 +15,7 @@ struct Producer {
     int next, phase, first;                        // tile, phase, and the block that begins the phase
     int issued;
 
-    // Room for the next tile; null when the launch has given up
+    // Waits for a free stage and returns it; null when the launch has given up
     FN_MEMBER u8* acquire() {
         const int stage = next % STAGES, round = next / STAGES;
         if (round) wait_watching(empty(stage), (round - 1) & 1, watch);
@@ -28,12 +28,12 @@ struct Producer {
     }
 
     FN_MEMBER u8* acquire(u32 bytes) {             // of this warp's bulk copies, maybe none
-        u8* found = acquire();
-        if (found && lane() == 0) mbarrier_arrive_expect(full(next % STAGES), bytes);
-        return found;
+        u8* stage = acquire();
+        if (stage && lane() == 0) mbarrier_arrive_expect(full(next % STAGES), bytes);
+        return stage;
     }
 
-    // Of rows x K, in slices; every tile is of ROWS rows
+    // Copies a weight of rows x K, in tiles of ROWS rows or in slices of a row
     template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
         const Share share = take(first, ceil_div(rows, ROWS));
         for (int n = 0; n < share.count; n += SLICES == 1 ? 1 : WARPS)
@@ -70,7 +70,7 @@ struct Producer {
     }
 
 #if CODES
-    // Codes of 16 rows, or of 8 rows of gate and then 8 of up; a warp gets every WARPS-th slice of them
+    // Copies codes of 16 rows, or of 8 rows of gate and 8 of up; a warp consumes every WARPS-th slice
     template <int K, int SLICES> FN_MEMBER void coded(const TensorMap* codes, const u8* scales, int rows, bool is_gated) {
         constexpr int BLOCKS = code_blocks(K, SLICES), BOX = box_bytes(BLOCKS), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
         const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
@@ -91,14 +91,14 @@ struct Producer {
     }
 #endif
 
-    // Keys and then values, as `cached_at` has them. What is no whole box comes by 16 bytes, and the rows
-    // past the end are the last again.
-    FN_MEMBER void cached(const Layer& at, const TensorMap* maps, const Spread& over, i64 room) {
+    // Copies keys, then values, to the layout of `cached_at`. Rows that fill no whole box are copied by 16
+    // bytes; in place of rows past the end the last one is copied again.
+    FN_MEMBER void cached(const Layer& at, const TensorMap* maps, const Spread& over, i64 capacity) {
         const Share share = take(first, over.workers());
         for (int n = 0; n < share.count; ++n) {
             const int split = share.item(n) % over.splits, pair = share.item(n) / over.splits;
             const int end = over.end(split), tiles = over.tiles(split);
-            const i64 row = pair / KV_HEADS * room;
+            const i64 row = pair / KV_HEADS * capacity;
             const int head = pair % KV_HEADS;
             for (int tile = 0; tile < tiles; ++tile, ++next) {
                 const int begin = over.begin(split) + tile * TOKENS;

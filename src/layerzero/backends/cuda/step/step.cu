@@ -1,9 +1,9 @@
 // One token through a whole decoder in one launch. A block is persistent: its last warps stream tiles
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
 // run ahead over the ends of phases since none of them depends on this token; the other warps
-// multiply. Blocks meet nowhere: a result is a word of 8 bytes, {value, tag of this token and layer},
-// and who needs it polls the word itself. Few tiles are in flight while the copies run ahead: what
-// is asked for beyond that waits in the memory system, and the words wait behind it.
+// multiply. There is no grid barrier: a result is a word of 8 bytes, {value, tag of this token and
+// layer}, and a block that needs it polls that word. Few tiles are in flight while the copies run ahead:
+// further requests would queue in the memory system, and the polls behind them.
 //
 // A layer: norm and qkv; attention, split over blocks by KV head and by tokens; where it was split,
 // its merge; out; norm, gate and up; down. Every block takes the norms for itself.
@@ -11,7 +11,7 @@
 // Every wait is bounded by the time limit of the launch: one that expires sets the problem word and
 // lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
 //
-// Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
+// Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are rotated), INNER, BATCH, BIAS,
 // HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, FIRST_POLLS and
 // LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
 // slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
@@ -21,10 +21,10 @@
 #include "stream.h"
 
 struct alignas(16) Layer {
-    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
+    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down, *angles;
     u16 *keys, *values;
 #if CODES
-    const u8 *qkv_scales, *out_scales, *into_scales, *down_scales;    // none of bf16
+    const u8 *qkv_scales, *out_scales, *gate_up_scales, *down_scales;    // none of bf16
 #endif
     i64 window;                                    // tokens that are seen, the new one too
 };
@@ -38,8 +38,8 @@ struct Params {
     u64* words;
     u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
     u64* stamps;
-    const TensorMap* maps;                         // MAPS of each layer: codes of qkv, out, into, down; keys, values
-    i64 room;                                      // tokens that the cache has room for
+    const TensorMap* maps;                         // MAPS of each layer: codes of qkv, out, gate_up, down; keys, values
+    i64 capacity;                                  // tokens that the cache has room for
     u64 limit;                                     // nanoseconds
     i32 layer_count, vocab;
     float eps, head_eps, head_norm_eps, scale;     // of the layers, the last norm, the heads; the scale is times log2(e)
@@ -95,10 +95,10 @@ struct Watch {
 // Has the launch given up, or to give up now?
 OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
     if (*lost()) return true;
-    const bool told = peek_flag(control + 2) != 0;
-    if (!told && clock_ns() - start < limit) return false;
+    const bool others_gave_up = peek_flag(control + 2) != 0;
+    if (!others_gave_up && clock_ns() - start < limit) return false;
     *lost() = 1;
-    if (!told) {
+    if (!others_gave_up) {
         post_flag(control + 2, 1);
         post_flag(problem, 1);
     }
@@ -357,17 +357,17 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             }
 #if CODES
             work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
-            work.cached(at, maps + 4, over, p.room);
+            work.cached(at, maps + 4, over, p.capacity);
             if (over.splits > 1) take(work.first, MERGES);
             work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
-            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.into_scales, INNER, true);
+            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.gate_up_scales, INNER, true);
             work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
 #else
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
-            work.cached(at, maps, over, p.room);
+            work.cached(at, maps, over, p.capacity);
             if (over.splits > 1) take(work.first, MERGES);
             work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
-            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
             work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
 #endif
             if (*lost()) break;
@@ -407,7 +407,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
 #if CODES
-            to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.into_scales
+            to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
                                                                                             : at.down_scales);
             to.peaks = peaks(part % 2), to.offsets = code_offsets(part % 2);
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);

@@ -21,7 +21,7 @@ FN void mbarrier_arrive(u64* mbarrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(mbarrier)) : "memory");
 }
 
-// Arrives, and lets the phase wait for so many bytes of bulk copies.
+// Arrives, and lets the phase also wait for `bytes` bytes of bulk copies.
 FN void mbarrier_arrive_expect(u64* mbarrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(mbarrier)), "r"(bytes)
                  : "memory");
@@ -107,7 +107,7 @@ FN u32 peek_flag(const u32* from) {
 
 FN void post_flag(u32* to, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(to), "r"(v) : "memory"); }
 
-// Barriers of so many threads, by number: 0 is the block's. Who only arrives does not wait.
+// Named barriers of `threads` threads: 0 is the block's. A thread that only arrives does not wait.
 FN void sync_some(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 FN void arrive_some(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");

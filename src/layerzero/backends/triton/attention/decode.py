@@ -21,7 +21,7 @@ from .decode_kernel import decode_kernel
 MAX_ROWS = 64              # of one tile: query heads of a KV head times their tokens
 MAX_SPLITS = 32            # the last program of a KV head merges all: more cost more than they save
 MERGE_TILE = 8192          # elements of a tile of parts
-FIXED_ROWS = 8             # keys are split as for so many KV heads, where the batch must not count
+FIXED_ROWS = 8             # KV heads for which keys are split, where the batch must not count
 
 
 _launch = Launcher(decode_kernel)
@@ -95,9 +95,9 @@ def launch(
     chosen: Config | None = None, programs: float = 1.0,
     growing: Callable[[int, int], tuple[Varying, ...]] | None = None, fixed: bool = False,
 ) -> None:
-    """`shape`: batch, heads, kv_heads, max_queries (per head), keys, dim, dim_v. Strides: batch,
-    head, token. `growing(low, high)`: the arguments that may vary in a replay with low to high
-    keys."""
+    """Launches the kernels. `shape`: batch, heads, kv_heads, max_queries (per head), keys, dim,
+    dim_v. Strides: batch, head, token. `growing(low, high)`: the arguments that may vary in a
+    replay with low to high keys."""
     batch, heads, kv_heads, max_queries, keys, dim, dim_v = shape
     group = heads // kv_heads
     rows = max(16, triton.next_power_of_2(group * max_queries))
@@ -174,7 +174,8 @@ def dense(
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
     layout: str = "bhsd", chosen: Config | None = None, programs: float = 1.0, fixed: bool = False,
 ) -> Any:
-    """`chosen`: a configuration, for benchmarks; `fixed`: it depends on neither batch nor heads."""
+    """Returns the attention over dense keys. `chosen` overrides the configuration, for benchmarks;
+    `fixed`: it depends on neither batch nor heads."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]

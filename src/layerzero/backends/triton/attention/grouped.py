@@ -46,18 +46,18 @@ def _tile(n: int) -> int:
 def configs(rows: int, dim: int, dim_v: int, itemsize: int, device: torch.device) -> Configs:
     """Returns what was fastest on an H200, with as many stages as fit into shared memory. `rows`:
     of the longest item."""
-    wide = max(_tile(dim), _tile(dim_v))
+    widest = max(_tile(dim), _tile(dim_v))
     if itemsize > 2:
         forward = query = key = Tile(32, 32, 4, 1)
-    elif wide <= 64:
+    elif widest <= 64:
         forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
-    elif wide <= 128:
+    elif widest <= 128:
         forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)
     else:
         forward, query, key = Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)
     block_m = min(forward.block_m, _tile(rows))
     forward = forward._replace(block_m=block_m, warps=min(forward.warps, max(4, block_m // 16)))
-    row = wide * itemsize
+    row = widest * itemsize
     return Configs(_fit(forward, row, forward.block_m, True, device),
                    _fit(query, row, 2 * query.block_m, True, device),
                    _fit(key, row, 2 * key.block_n, False, device))

@@ -85,8 +85,8 @@ def demo(device: str | None, seconds: float, as_json: bool) -> int:
 
 def run_demo(device: str, seconds: float, as_json: bool) -> int:
     """Print the demonstration; returns the exit code, 1 if a result was not equal."""
-    began = time.perf_counter()
-    end = began + seconds
+    start = time.perf_counter()
+    end = start + seconds
     diagnosis = inspection.doctor()
     # one core is left to other programs: else the threads of a product wait for the slowest
     if device == "cpu":
@@ -117,7 +117,7 @@ def run_demo(device: str, seconds: float, as_json: bool) -> int:
                 "time)")
             for left in left_out:
                 show.text(str(left))
-        show.text(f"\n{time.perf_counter() - began:.0f} s in all. The same question for any call: "
+        show.text(f"\n{time.perf_counter() - start:.0f} s in all. The same question for any call: "
                   "lz explain attention q=1x16x1x64 k=1x4x4096x64 v=1x4x4096x64")
     return 0 if equal else 1
 

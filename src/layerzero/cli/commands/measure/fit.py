@@ -132,10 +132,10 @@ def _seconds(call: Any, *inputs: torch.Tensor) -> float:
     wait()
     times: list[float] = []
     while len(times) < PROBES and sum(times) < ENOUGH:
-        began = time.perf_counter()
+        start = time.perf_counter()
         call(*inputs)
         wait()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return min(times)
 
 

@@ -24,8 +24,8 @@ def show_rows(kernel: str, op: str, everything: bool, limit: int, as_json: bool)
     with measurements.open_store(read_only=True) as store:
         rows, environments = list(store.rows(kernel=kernel, op=op)), store.environments()
         rates, name = store.rates(), store.name
-    standing = measurements.RowStatus(environments)
-    judged = [(m, standing.of(m)) for m in rows]
+    status = measurements.RowStatus(environments)
+    judged = [(m, status.of(m)) for m in rows]
     counts = Counter(s for _, s in judged)
     shown = [(m, s) for m, s in judged if everything or s == measurements.IN_USE]
     shown.sort(key=lambda x: (x[0].op, x[0].bucket, x[0].place, x[0].median_us))
@@ -65,11 +65,11 @@ def prune(kernel: str, older_than: float | None, everything: bool, dry_run: bool
           as_json: bool) -> int:
     before = time.time() - older_than * DAY if older_than is not None else 0.0
     with measurements.open_store(read_only=dry_run) as store:
-        standing = measurements.RowStatus(store.environments())
+        status = measurements.RowStatus(store.environments())
 
         def unwanted(m: Measurement) -> bool:
             return names_kernel(kernel, m.kernel) and (
-                everything or m.at < before or standing.of(m).startswith(("stale", "expired")))
+                everything or m.at < before or status.of(m).startswith(("stale", "expired")))
 
         count = sum(map(unwanted, store.rows())) if dry_run else store.prune(unwanted)
     return _say(as_json, f"{plural(count, 'measurement')} {'would be ' if dry_run else ''}removed",

@@ -22,7 +22,7 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 
 @dataclass
 class Style:
-    """The `do` of a Decoder: its own version of three operations, plain torch for the others."""
+    """The `call_op` of a Decoder: its own version of three operations, plain torch for others."""
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""
@@ -50,9 +50,9 @@ def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor,
 
 
 def _model_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    upcast = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * upcast.to(x.dtype)
 
 
 def _model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
@@ -60,8 +60,8 @@ def _model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool)
     group = query.shape[1] // kv_heads
 
     def repeat_kv(t: Tensor) -> Tensor:
-        wide = t[:, :, None].expand(batch, kv_heads, group, seq, dim)
-        return wide.reshape(batch, kv_heads * group, seq, dim)
+        expanded = t[:, :, None].expand(batch, kv_heads, group, seq, dim)
+        return expanded.reshape(batch, kv_heads * group, seq, dim)
 
     key, value = repeat_kv(key), repeat_kv(value)
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
@@ -93,12 +93,13 @@ class _Context:
     def __init__(self, keys: Tensor, values: Tensor, length: int = 0) -> None:
         self.keys, self.values, self.length = keys, values, length
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call_op: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor:
         end = self.length + q.shape[1]
         self.keys[:, :, self.length:end] = k.transpose(1, 2)
         self.values[:, :, self.length:end] = v.transpose(1, 2)
         causal = q.shape[1] > 1                # a single token attends to the whole context
-        out: Tensor = do("attention", query=q.transpose(1, 2), key=self.keys[:, :, :end],
+        out: Tensor = call_op("attention", query=q.transpose(1, 2), key=self.keys[:, :, :end],
                          value=self.values[:, :, :end], is_causal=causal)
         return out.transpose(1, 2)
 
@@ -123,12 +124,12 @@ class DecodeLayer:
         twin.weights, twin.inputs = cast(self.weights, dtype), cast(self.inputs, dtype)
         return twin
 
-    def bind_step(self, step: ModelStep, do: Style,
+    def bind_step(self, step: ModelStep, style: Style,
                   trace: Trace | None = None) -> Callable[[], Tensor]:
         """Return a function that computes the step in one style; `trace` records every stage."""
         inputs = self.inputs
         tables = inputs["cos"], inputs["sin"]
-        decoder = Decoder(self.sizes.config, self.weights, do, tables, fused=True, trace=trace)
+        decoder = Decoder(self.sizes.config, self.weights, style, tables, fused=True, trace=trace)
         context = _Context(inputs["keys"], inputs["values"], step.past)
         x, positions = inputs["x"][:, :step.tokens], decoder.positions(step.tokens, context)
         return lambda: decoder.layer(0, x, positions, context)

@@ -24,18 +24,18 @@ def verify_llama_cpp(lane: str, model: str, *, build: bool, threads: int, out: P
     loaded = load_gguf(path)
     report = llama_cpp.PeerReport(loaded.name, llama_cpp.SOURCE if build else llama_cpp.WHEEL, lane)
     threads = threads or torch.get_num_threads()
-    room = llama_cpp.PROMPT + llama_cpp.LONG + 256
+    context = llama_cpp.PROMPT + llama_cpp.LONG + 256
     if not as_json:
         show.text(f"{loaded.name}: lz against llama.cpp ({report.peer})")
     if lane != "perf":
-        with llama_cpp.peer_process(python, path, threads, room) as peer:
+        with llama_cpp.peer_process(python, path, threads, context) as peer:
             report.agreements.append(llama_cpp.compare_texts(loaded, peer, POSITIONS[lane]))
             if lane == "full":
                 report.stages = llama_cpp_stages.compare_stages(loaded, peer)
                 report.agreements.append(llama_cpp.compare_decode(loaded, peer, llama_cpp.LONG))
     else:
         for count in sorted({1, min(2, os.cpu_count() or 1), threads}):
-            with llama_cpp.peer_process(python, path, count, room) as peer:
+            with llama_cpp.peer_process(python, path, count, context) as peer:
                 report.speeds += llama_cpp.race(loaded, peer, count)
                 report.memory[f"llama.cpp, {count} threads"] = int(peer.ask([1], 1)["rss"])
     text = json.dumps(report.to_json(), indent=2)
@@ -59,7 +59,7 @@ def verify_llama_cpp(lane: str, model: str, *, build: bool, threads: int, out: P
         show.text("--  the stages of a layer are compared with --build only: the wheel shows none")
     if report.speeds:
         show.table(("what", "threads", "lz tokens/s", "llama.cpp tokens/s", "ratio"), [
-            (s.name, str(s.threads), f"{s.ours:.1f}", f"{s.theirs:.1f}", f"{s.ratio:.2f}")
+            (s.name, str(s.threads), f"{s.lz_rate:.1f}", f"{s.peer_rate:.1f}", f"{s.ratio:.2f}")
             for s in report.speeds], right=("threads", "lz tokens/s", "llama.cpp tokens/s",
                                             "ratio"))
     return 0 if report.passed else 1

@@ -106,9 +106,9 @@ def is_known(module: Any, role: str) -> bool:
     if not isinstance(module, nn.Module):
         return False
     kind = stock_of(module)
-    home = kind.__module__.removeprefix("transformers.models.").split(".")[0]
-    if home in FAMILIES:                       # one of theirs: the others need not be imported
-        return kind is _class(home, role)
+    family = kind.__module__.removeprefix("transformers.models.").split(".")[0]
+    if family in FAMILIES:                       # one of theirs: the others need not be imported
+        return kind is _class(family, role)
     return code_of(module).text in _references().get(role, ())
 
 
@@ -158,7 +158,7 @@ def _code(function: Any) -> FunctionCode:
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
-    """`x.name`, `name`, `name=`, and "name" as getattr takes it."""
+    """Returns the names that code uses: `x.name`, `name`, `name=`, and "name" as of getattr."""
     name = getattr(node, {ast.Attribute: "attr", ast.Name: "id", ast.keyword: "arg",
                            ast.Constant: "value"}.get(
         type(node), ""), None)

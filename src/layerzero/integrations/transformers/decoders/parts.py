@@ -36,15 +36,15 @@ class Linear:
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs, inputs."""
-        out, into = self.module.weight.shape
-        return (into, out) if self.transposed else (out, into)
+        rows, columns = self.module.weight.shape
+        return (columns, rows) if self.transposed else (rows, columns)
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`into`: layers whose weights, joined, are one product: gate and up, or up alone."""
+    """`gate_up`: layers whose weights, joined, are one product: gate and up, or up alone."""
 
-    into: tuple[Linear, ...]
+    gate_up: tuple[Linear, ...]
     down: Linear
     activation: str                            # as lz.mlp calls it
     gate_last: bool = False                    # in the product, after what it gates
@@ -181,12 +181,12 @@ class DecoderParts:
     single: bool = False                       # the model's cos and sin hold each column once
 
     @property
-    def plain_obstacle(self) -> str:
+    def unplain_feature(self) -> str:
         """Returns what this decoder has that kernels written for the plain one cannot do, or "".
         Plain are norms, one product for q, k and v, attention, and a feed-forward part that lz
         computes."""
-        if self.graph_obstacle:
-            return self.graph_obstacle
+        if self.uncapturable_feature:
+            return self.uncapturable_feature
         for layer in self.layers:
             norms = (layer.norm, layer.attn_post, layer.mlp_norm, layer.mlp_post, self.norm)
             features = {
@@ -203,7 +203,7 @@ class DecoderParts:
                 or self.embed_norm is not None else "")
 
     @property
-    def graph_obstacle(self) -> str:
+    def uncapturable_feature(self) -> str:
         """Returns what of this decoder the buffers and graphs of captured.py cannot do, or ""."""
         for layer in self.layers:
             if layer.cross is not None:

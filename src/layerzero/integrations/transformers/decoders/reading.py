@@ -188,10 +188,10 @@ class Reader:
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:
             raise NotRecognised("its products are made in slices (slow_but_exact)")
         code = code_of(module)
-        into, down = (named_by(module, code, *names) and self.linear(
+        up, down = (named_by(module, code, *names) and self.linear(
             module, next(n for n in names if n in code.names))
             for names in (("dense_h_to_4h", "up_proj"), ("dense_4h_to_h", "down_proj")))
-        return FeedForward((into,), down, self.activation(named_by(module, code, "gelu_impl",
+        return FeedForward((up,), down, self.activation(named_by(module, code, "gelu_impl",
                                                                    "act")))
 
     def latent(self, attention: Any, code: FunctionCode) -> LatentParts:
@@ -202,9 +202,9 @@ class Reader:
         up = self.linear(attention, "kv_b_proj")
         if up.transposed or up.module.bias is not None:
             raise NotRecognised("its kv_b_proj has a bias, or keeps its weight as (in, out)")
-        home = sys.modules[stock_of(attention).__module__]
+        module = sys.modules[stock_of(attention).__module__]
         names = ("apply_rotary_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
-        raw, woven, plain = (getattr(home, n) if n in code.names else None for n in names)
+        raw, woven, plain = (getattr(module, n) if n in code.names else None for n in names)
 
         def rotate(query: Tensor, key: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
             if raw is not None:
@@ -227,8 +227,8 @@ class Reader:
             raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
         if is_known(module, "feed-forward, gate last"):
             form = GATED[PLAIN.index(self.activation(module.activation_fn))]
-            into, down = self.linear(module, "fc1"), self.linear(module, "fc2")
-            return FeedForward((into,), down, form, True)
+            up, down = self.linear(module, "fc1"), self.linear(module, "fc2")
+            return FeedForward((up,), down, form, True)
         recipe = self.recipe(module, "mlp")
         layers = tuple(self.linear(module, n) for n in recipe.names)
         if len({p.module.bias is None for p in layers[:-1]}) > 1:
@@ -322,8 +322,8 @@ def _check_routing(module: Any, route: Any, shared: Any) -> None:
     try:
         with torch.inference_mode(False):
             weights, ids = route(x[0])
-            ours = module.experts(x[0], ids, weights) + (0 if shared is None else shared(x[0]))
-            agrees = torch.allclose(ours, module(x)[0], rtol=1e-2, atol=1e-3)
+            routed = module.experts(x[0], ids, weights) + (0 if shared is None else shared(x[0]))
+            agrees = torch.allclose(routed, module(x)[0], rtol=1e-2, atol=1e-3)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         agrees = False                         # it is called in another way in this release
     if not agrees:

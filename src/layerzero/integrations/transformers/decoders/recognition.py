@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,30 +57,62 @@ def _encodes(stack: Any) -> bool:
     return "is_decoder" in code_of(stack).names and not stack.is_decoder
 
 
+class _Head(NamedTuple):
+    """The decoder in a model, and what its head makes of the decoder's states."""
+
+    base: Any
+    linear: Linear | None = None
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    result: Any = None                         # the class that its forward returns
+
+
+def _read_head(model: Any, read: Reader) -> _Head:
+    code = code_of(model)
+    base = named_by(model, code, "model", "transformer", "gpt_neox")
+    linear = read.linear(model, "lm_head")
+    base = base.decoder if "decoder" in code.names else base
+    softcap = number(getattr(model.config, "final_logit_softcapping", None)
+                     if "final_logit_softcapping" in code.names else None)
+    logit_scale = 1.0
+    if "logits_scaling" in code.names:
+        logit_scale = float(model.config.logits_scaling)
+        logit_scale = logit_scale if _MULTIPLIED in code.text else 1.0 / logit_scale
+    elif "logit_scale" in code.names:
+        logit_scale = float(model.logit_scale)
+    if linear.transposed:
+        raise NotRecognised("its lm_head keeps its weight as (in, out)")
+    return _Head(base, linear, softcap, logit_scale, code.returned)
+
+
+def _check_supported(base: Any, inner: FunctionCode, tables: tuple[Any, ...], layers: Any) -> None:
+    """Raises NotRecognised for embeddings, layers and settings that the step cannot compute."""
+    for table in tables:
+        if (table is not None and (getattr(table, "max_norm", None) is not None
+                                   or not isinstance(table, nn.Embedding))):
+            raise NotRecognised(
+                f"its embedding is {type(table).__name__}, or renormalises its weight")
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise NotRecognised(f"{type(base).__name__} has no list of layers")
+    if ("project_in" in inner.names
+        and (base.project_in is not None or base.project_out is not None)):
+        raise NotRecognised("its embedding is narrower than its layers")
+    for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits",
+                 "clip_qkv", "alibi", "new_decoder_architecture"):
+        outside = name == "use_bidirectional_attention" and name not in inner.names
+        if getattr(base.config, name, False) and not outside:  # whose masks are made outside
+            raise NotRecognised(f"its configuration says {name}")
+
+
 def recognise(model: nn.Module) -> DecoderParts:
     """Returns the parts of a decoder; NotRecognised says what stands in the way."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not is_known(
             model, "decoder"):
         raise NotRecognised("its decoder attends to what an encoder gives as well "
                             "(cross-attention), and is none that is known")
-    base: Any = model
     read = Reader()
-    head, softcap, logit_scale, result = None, 0.0, 1.0, None
-    if is_known(model, "head"):
-        code = code_of(model)
-        base, head = named_by(model, code, "model", "transformer",
-                               "gpt_neox"), read.linear(model, "lm_head")
-        base = base.decoder if "decoder" in code.names else base
-        result = code.returned
-        softcap = number(getattr(model.config, "final_logit_softcapping", None)
-                          if "final_logit_softcapping" in code.names else None)
-        if "logits_scaling" in code.names:
-            logit_scale = float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
-            logit_scale = logit_scale if _MULTIPLIED in code.text else 1.0 / logit_scale
-        elif "logit_scale" in code.names:
-            logit_scale = float(model.logit_scale)  # type: ignore[arg-type]
-        if head.transposed:
-            raise NotRecognised("its lm_head keeps its weight as (in, out)")
+    head = _read_head(model, read) if is_known(model, "head") else _Head(model)
+    base = head.base
     inner = known(base, "decoder")
     config = base.config
     embed: Any = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
@@ -98,21 +130,7 @@ def recognise(model: nn.Module) -> DecoderParts:
     multiplied = bool(by_decoder)
     scale = getattr(base, by_decoder) if multiplied else _embedding_scale(embed)
     of_token = 1.0 if multiplied or scale is None or isinstance(scale, Tensor) else float(scale)
-    for table in (embed, *books, positions):
-        if (table is not None and (getattr(table, "max_norm", None) is not None
-                                   or not isinstance(table, nn.Embedding))):
-            raise NotRecognised(
-                f"its embedding is {type(table).__name__}, or renormalises its weight")
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise NotRecognised(f"{type(base).__name__} has no list of layers")
-    if ("project_in" in inner.names
-        and (base.project_in is not None or base.project_out is not None)):
-        raise NotRecognised("its embedding is narrower than its layers")
-    for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits",
-                 "clip_qkv", "alibi", "new_decoder_architecture"):
-        outside = name == "use_bidirectional_attention" and name not in inner.names
-        if getattr(config, name, False) and not outside:       # whose masks are made outside
-            raise NotRecognised(f"its configuration says {name}")
+    _check_supported(base, inner, (embed, *books, positions), layers)
     _single_module(model)
     rotary = base.rotary_emb if "rotary_emb" in inner.names else None
     kinds = _rope_kinds(rotary, config)
@@ -121,7 +139,7 @@ def recognise(model: nn.Module) -> DecoderParts:
         read.stacked(x) if stacked else
         read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
         for i, x in enumerate(layers))
-    if head is not None:                       # which is called without an encoder
+    if head.linear is not None:                # which is called without an encoder
         read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
     norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm", "norm_f")
     ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
@@ -136,8 +154,9 @@ def recognise(model: nn.Module) -> DecoderParts:
         counted="cumsum" in inner.names, layers=read_layers,
         norm=read.norm(named_by(base, inner, *norms)) if ends else None, rotary=rotary,
         rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
-        kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"), head=head,
-        softcap=softcap, logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
+        kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"),
+        head=head.linear, softcap=head.softcap, logit_scale=head.logit_scale,
+        result=head.result or inner.returned, codebooks=books,
         embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
         token_scale=of_token,
         embed_norm=read.norm(getattr(base, embed_norm), False) if embed_norm else None,

@@ -58,18 +58,19 @@ class ModelWatch:
         inner = [m for m in modules if m is not model]
         self._hooks = [getattr(m, name) for m in inner for name in _HOOKS]
         self._attributes = [vars(m) for m in inner]
-        self._containers = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._containers = [container for m in modules
+                            for container in (m._modules, m._parameters) if container]
         self._initial_members = self._members()
         self._weights = list(model.parameters())
-        self._places = list(map(Tensor.data_ptr, self._weights))
+        self._addresses = list(map(Tensor.data_ptr, self._weights))
 
     def _members(self) -> list[Any]:
-        return list(chain.from_iterable(held.values() for held in self._containers))
+        return list(chain.from_iterable(container.values() for container in self._containers))
 
     def _has_hooks(self) -> bool:
         """Returns whether there are hooks. Those of transformers itself, which stay once outputs
         were recorded, do nothing while none are."""
-        others = [h for held in self._hooks for h in held.values()
+        others = [h for hooks in self._hooks for h in hooks.values()
                   if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
         recorder = getattr(sys.modules.get("transformers.utils.output_capturing"),
                            "_active_collector", None)
@@ -84,7 +85,7 @@ class ModelWatch:
         members, initial = self._members(), self._initial_members
         if len(members) != len(initial) or not all(map(is_, members, initial)):
             return "a module or weight in the place of another"
-        if list(map(Tensor.data_ptr, self._weights)) != self._places:
+        if list(map(Tensor.data_ptr, self._weights)) != self._addresses:
             return MOVED
         return ""
 

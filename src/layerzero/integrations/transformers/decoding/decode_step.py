@@ -42,8 +42,8 @@ ANY = Span()
 class StepKV(Protocol):
     """Keys and values of all layers, while one token goes through them."""
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
+        """`qk` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
         kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
         that is kept, (batch, 1, heads * dim)."""
         # of decoders with cross-attention also cross_attend(layer, query): see encoder_decoder.py
@@ -78,7 +78,7 @@ def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...
     """Joins the weights of all layers, or changes nothing: NotRecognised says why."""
     plain = [plain_part(layer.mlp) for layer in parts.layers]
     check_movable(model, [*(layer.qkv for layer in parts.layers),
-                          *(p.into for p in plain if p is not None),
+                          *(p.gate_up for p in plain if p is not None),
                           *(gains for layer in parts.layers for gains in _gains(layer))])
     layers: list[JoinedLayer] = []
     try:
@@ -145,8 +145,8 @@ class DecodeStep(ChosenKernels):
         first = None if begin.normed_sums else begin.norm
         self.fast = _on_device() if captured and x.is_cuda else None
         self._first_norm = None if first is None else self._norm("norm", first, x)
-        following = [*(None if p.normed_sums else p.norm for p in (at.parts for at in layers[1:])),
-                     parts.norm]
+        following = [*(None if layer.parts.normed_sums else layer.parts.norm
+                       for layer in layers[1:]), parts.norm]
         self.layers = tuple(self._bound(layers, i, after) for i, after in enumerate(following))
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
@@ -154,7 +154,7 @@ class DecodeStep(ChosenKernels):
             parts.head.module.bias)
         if (self.fast is not None and self._head is not None and parts.head is not None
                 and codes_of(parts.head.module) is None):
-            self._head = self.fast.wide(self._head, self.bind.kernels["head"],
+            self._head = self.fast.in_float32(self._head, self.bind.kernels["head"],
                                         parts.head.module.weight, parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
         self.token = self._compiled_token()
@@ -165,17 +165,17 @@ class DecodeStep(ChosenKernels):
     def _compiled_token(self) -> Run | None:
         """Our compiled kernel that rotates, stores and attends; None if lz may not choose it."""
         like, plain = (self._like, self.rotation == "rotate_half"
-                       and all(not at.softcap and not at.norm_last and at.sinks is None
-                               and at.latent is None for at in self.layers))
+                       and all(not bound.softcap and not bound.norm_last and bound.sinks is None
+                               and bound.latent is None for bound in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
         token = None
-        for at in self.layers:
-            query = like.new_empty((self.batch, at.heads, 1, at.head_dim))
-            keys = like.new_empty((self.batch, at.kv_heads, 64, at.head_dim))
-            name = "native.attention_decode" + ("" if at.heads > at.kv_heads else "_mha")
+        for bound in self.layers:
+            query = like.new_empty((self.batch, bound.heads, 1, bound.head_dim))
+            keys = like.new_empty((self.batch, bound.kv_heads, 64, bound.head_dim))
+            name = "native.attention_decode" + ("" if bound.heads > bound.kv_heads else "_mha")
             try:
-                self.bind("attention", "attention", query, keys, keys, None, scale=at.scale,
+                self.bind("attention", "attention", query, keys, keys, None, scale=bound.scale,
                           backend=name)
             except LayerZeroError:             # not built, or policy says no
                 return None
@@ -201,8 +201,8 @@ class DecodeStep(ChosenKernels):
         fixed_bias = None if bias is None else bias.detach()
         calls = ((x, w.codes, w.scales, None, fixed_bias) for w in alike)
         run = self.bind.fastest(what, "quantized_linear", *calls, **first.options(self.batch))
-        held = (first.codes, first.scales, fixed_bias, first.global_scale)
-        return with_weights(run, *(t for t in held if t is not None))
+        tensors = (first.codes, first.scales, fixed_bias, first.global_scale)
+        return with_weights(run, *(t for t in tensors if t is not None))
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
         if norm.op == OWN:
@@ -239,16 +239,16 @@ class DecodeStep(ChosenKernels):
 
         return add_norm
 
-    def _bound(self, layers: tuple[JoinedLayer, ...], at: int,
+    def _bound(self, layers: tuple[JoinedLayer, ...], index: int,
                following: Norm | None) -> BoundLayer:
-        layer, rest, x = layers[at], layers[at:], self._like
+        layer, rest, x = layers[index], layers[index:], self._like
         p, bind = layer.parts, self.bind
         heads = x.new_zeros((self.batch, 1, p.heads + 2 * p.kv_heads, p.head_dim))
         rope: Run | None = None
         if self.half:
-            both = heads[:, :, :p.heads + p.kv_heads]
+            qk = heads[:, :, :p.heads + p.kv_heads]
             angles = x.new_zeros((self.batch, 1, 2 * self.half))[..., :self.half]
-            rope = bind("rope", "rope", both, None, angles, angles,
+            rope = bind("rope", "rope", qk, None, angles, angles,
                         style=ROTATIONS[self.rotation][0], layout="bshd", rotary_dim=2 * self.half)
             if bind.kernels["rope"].startswith("torch.") and 2 * self.half == p.head_dim and \
                     self.rotation == "rotate_half":
@@ -345,23 +345,23 @@ class DecodeStep(ChosenKernels):
         return run
 
     def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
-        """Returns the kernel of a layer for so many keys in a growing cache; the mask shows some of
-        them to all heads, or is a bias for each head."""
-        at = self.layers[layer]
-        key = (at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased,
-               at.sinks is None)
+        """Returns the kernel of a layer for `length` keys in a growing cache; the mask shows some
+        of them to all heads, or is a bias for each head."""
+        bound = self.layers[layer]
+        key = (bound.heads, bound.kv_heads, bound.head_dim, bound.scale, bound.softcap, masked,
+               biased, bound.sinks is None)
         run, span = self._attention.get(key, (None, ANY))
         if run is None or not span.covers(length):
-            query = self._like.new_empty((self.batch, 1, at.heads, at.head_dim)).transpose(1, 2)
-            keys = self._like.new_empty((self.batch, length, at.kv_heads, at.head_dim)).transpose(
-                1, 2)
+            query = self._like.new_empty((self.batch, 1, bound.heads, bound.head_dim))
+            keys = self._like.new_empty((self.batch, length, bound.kv_heads, bound.head_dim))
+            query, keys = query.transpose(1, 2), keys.transpose(1, 2)
             mask = (self._like.new_ones((self.batch, 1, 1, length), dtype=torch.bool) if masked
                     else None)
             if biased:
-                mask = self._like.new_zeros((self.batch if masked else 1, at.heads, 1, length))
-            more = {} if at.sinks is None else {"return_lse": True}
-            run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale,
-                            softcap=at.softcap, **more)
+                mask = self._like.new_zeros((self.batch if masked else 1, bound.heads, 1, length))
+            more = {} if bound.sinks is None else {"return_lse": True}
+            run = self.bind("attention", "attention", query, keys, keys, mask, scale=bound.scale,
+                            softcap=bound.softcap, **more)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
             self._attention[key] = run, span
         return run
@@ -378,37 +378,38 @@ class DecodeStep(ChosenKernels):
         normed, attend = x if self._first_norm is None else self._first_norm(x), kv.attend
         lead = x.shape[:2]
         rotations = [_Rotation(*pair, lead, self.half) for pair in angles or ()]
-        for i, at in enumerate(self.layers):
-            rotated = at.heads + at.kv_heads
-            heads = at.qkv(normed)
-            if at.latent is not None:
-                attended = at.latent(i, heads, kv)
+        for i, bound in enumerate(self.layers):
+            rotated = bound.heads + bound.kv_heads
+            heads = bound.qkv(normed)
+            if bound.latent is not None:
+                attended = bound.latent(i, heads, kv)
             else:
-                if at.by_head:
-                    heads = heads.view(*lead, at.heads, 3, at.head_dim)
-                    heads = heads.transpose(2, 3).reshape(*lead, -1, at.head_dim)
+                if bound.by_head:
+                    heads = heads.view(*lead, bound.heads, 3, bound.head_dim)
+                    heads = heads.transpose(2, 3).reshape(*lead, -1, bound.head_dim)
                 else:
-                    heads = heads.view(*lead, rotated + at.kv_heads, at.head_dim)
-                if at.head_norms is not None and not at.norm_last:
-                    heads = at.head_norms(heads)
-                both = heads[:, :, :rotated]
-                if rotations and at.angles is not None:
-                    both = rotations[at.angles](at.rope, both)
-                if at.head_norms is not None and at.norm_last:
-                    heads = at.head_norms(torch.cat((both, heads[:, :, rotated:]), 2))
-                    both = heads[:, :, :rotated]
-                attended = attend(i, both, heads[:, :, rotated:])
-            branch = at.out(attended)
-            if at.cross is not None:
-                normed, x = at.cross.norm(branch, x)
-                query = at.cross.query(normed).view(at.cross.shape)
-                branch = at.cross.out(kv.cross_attend(i, query))       # type: ignore[attr-defined]
-            if at.middle is None:
-                branch = branch + at.mlp(normed if at.side_norm is None else at.side_norm(x))
+                    heads = heads.view(*lead, rotated + bound.kv_heads, bound.head_dim)
+                if bound.head_norms is not None and not bound.norm_last:
+                    heads = bound.head_norms(heads)
+                qk = heads[:, :, :rotated]
+                if rotations and bound.angles is not None:
+                    qk = rotations[bound.angles](bound.rope, qk)
+                if bound.head_norms is not None and bound.norm_last:
+                    heads = bound.head_norms(torch.cat((qk, heads[:, :, rotated:]), 2))
+                    qk = heads[:, :, :rotated]
+                attended = attend(i, qk, heads[:, :, rotated:])
+            branch = bound.out(attended)
+            if bound.cross is not None:
+                normed, x = bound.cross.norm(branch, x)
+                query = bound.cross.query(normed).view(bound.cross.shape)
+                branch = bound.cross.out(kv.cross_attend(i, query))       # type: ignore[attr-defined]
+            if bound.middle is None:
+                mlp_input = normed if bound.side_norm is None else bound.side_norm(x)
+                branch = branch + bound.mlp(mlp_input)
             else:
-                normed, x = at.middle(branch, x)
-                branch = at.mlp(normed)
-            normed, x = at.end(branch, x)
+                normed, x = bound.middle(branch, x)
+                branch = bound.mlp(normed)
+            normed, x = bound.end(branch, x)
         return normed
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -428,11 +429,11 @@ class _Rotation:
         self._cos = cos.unsqueeze(2)
         self._sin = torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(2)
 
-    def __call__(self, rope: Run | None, both: Tensor) -> Tensor:
+    def __call__(self, rope: Run | None, qk: Tensor) -> Tensor:
         if rope is not None:
-            return rope(both, *self._halves)  # type: ignore[no-any-return]
+            return rope(qk, *self._halves)  # type: ignore[no-any-return]
         # rotate_half(x) * sin is x with its halves changed, times -sin and sin.
-        return torch.addcmul(both * self._cos, both.roll(self._half, -1), self._sin)
+        return torch.addcmul(qk * self._cos, qk.roll(self._half, -1), self._sin)
 
 
 def _on_device() -> Any:

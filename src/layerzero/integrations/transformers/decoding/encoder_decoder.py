@@ -30,9 +30,9 @@ class CrossKV(HostKV):
         self._cross_layers, self._mask = cross_layers, () if mask is None else (mask,)
 
     def cross_attend(self, layer: int, query: Tensor) -> Tensor:
-        at = self._cross_layers[layer]
-        run = self._step.cross_attention(layer, at.keys, at.values, *self._mask)
-        out = run(query.transpose(1, 2), at.keys, at.values, *self._mask)
+        cache = self._cross_layers[layer]
+        run = self._step.cross_attention(layer, cache.keys, cache.values, *self._mask)
+        out = run(query.transpose(1, 2), cache.keys, cache.values, *self._mask)
         return out.transpose(1, 2).reshape(len(query), 1, -1)  # type: ignore[no-any-return]
 
 

@@ -24,12 +24,12 @@ class JoinedFeedForward:
     def __init__(self, parts: FeedForward | Experts | OwnPart) -> None:
         self.parts = parts
         plain = plain_part(parts)
-        self.into = None if plain is None else Joined(plain.into)
+        self.gate_up = None if plain is None else Joined(plain.gate_up)
         self.down = None if plain is None else Joined((plain.down,))
 
     def undo(self) -> None:
-        if self.into is not None:
-            self.into.undo()
+        if self.gate_up is not None:
+            self.gate_up.undo()
 
 
 def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
@@ -55,22 +55,24 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
 
 def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder,
            product: Product, fast: Any) -> Run:
-    into, down, kind = layers[0].into, layers[0].down, parts.activation
-    assert into is not None and down is not None
-    biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
-    if (fast is None and not parts.gate_last and isinstance(into.weight, Tensor)
+    gate_up, down, kind = layers[0].gate_up, layers[0].down, parts.activation
+    assert gate_up is not None and down is not None
+    named_biases = (("bias_in", gate_up.bias), ("bias_down", down.bias))
+    biases = {name: bias for name, bias in named_biases if bias is not None}
+    if (fast is None and not parts.gate_last and isinstance(gate_up.weight, Tensor)
             and isinstance(down.weight, Tensor)):
-        run = bind("mlp", "mlp", x, into.weight, down.weight, activation=kind, **biases)
-        if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, into, down):
-            return with_weights(run, into.weight, down.weight, *biases.values())
+        run = bind("mlp", "mlp", x, gate_up.weight, down.weight, activation=kind, **biases)
+        if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, gate_up, down):
+            return with_weights(run, gate_up.weight, down.weight, *biases.values())
         bind.kernels.pop("mlp")
     gate = kind in GATED
-    first = product("gate and up" if gate else "up", x, [j.into.weight for j in layers if j.into],
-                    into.bias)
+    first = product("gate and up" if gate else "up", x,
+                    [layer.gate_up.weight for layer in layers if layer.gate_up], gate_up.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
     if fast is not None and gate and not parts.gate_last:
-        gated: Run | None = fast.gated(bind.kernels["gate and up"], into.weight, into.bias, kind)
+        gated: Run | None = fast.gated(bind.kernels["gate and up"], gate_up.weight,
+                                        gate_up.bias, kind)
         if gated is not None:
             bind.kernels["gate and up"] += ", with the activation"
             return lambda x: second(gated(x))
@@ -125,7 +127,7 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
 
 
 def _one_token(parts: Experts, x: Tensor, bind: Binder) -> Run:
-    """One token on the host: only the weights of the chosen experts are read."""
+    """Binds the experts for one token on the host: only the weights of the chosen ones are read."""
     gate_up, down = parts.gate_up.unbind(0), parts.down.unbind(0)
     row = x.view(1, -1)
     expert = bind("experts", "mlp", row, gate_up[0], down[0], activation=parts.activation)

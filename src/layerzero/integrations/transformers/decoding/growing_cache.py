@@ -33,7 +33,7 @@ class _Growing:
         super().__init__(*args)
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
-        self.repeated = 1, 0                   # so many rows begin with the same so many tokens
+        self.repeated = 1, 0                   # (copies, tokens): each group of rows begins alike
         self.start = 0                         # the place of the first token in `keys`
         self.end = 0                           # the place after what was last written
 
@@ -79,8 +79,8 @@ class _Growing:
                **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self._in_place():
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
-        place, start = self.reserve(key_states.shape[2]), self.start
-        self.write(place, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        position, start = self.reserve(key_states.shape[2]), self.start
+        self.write(position, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self.view(start, self.end)
 
     def _in_place(self) -> bool:
@@ -88,13 +88,13 @@ class _Growing:
         return bool(self.is_initialized and self.keys.numel()  # type: ignore[attr-defined]
                     and not torch.is_grad_enabled())
 
-    def write(self, place: int, key: Tensor, value: Tensor) -> None:
-        """Write keys and values (batch, tokens, heads, dim) at this place, where there is room."""
+    def write(self, position: int, key: Tensor, value: Tensor) -> None:
+        """Write keys and values (batch, tokens, heads, dim) from this position on."""
         more = key.shape[1]
-        self.repeated = self.repeated[0], min(self.repeated[1], place)
-        self.key_buffer.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
-        self.value_buffer.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
-        self.set_end(place + more)
+        self.repeated = self.repeated[0], min(self.repeated[1], position)
+        self.key_buffer.narrow(1, position, more).copy_(key)  # type: ignore[union-attr]
+        self.value_buffer.narrow(1, position, more).copy_(value)  # type: ignore[union-attr]
+        self.set_end(position + more)
 
     def reset(self) -> None:
         super().reset()                        # type: ignore[misc]
@@ -182,7 +182,7 @@ def make_growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
             or not layer.keys.numel()):
             return f"a cache layer that is {kind.__name__}" + (" and empty" if sliding
                                                                or kind is DynamicLayer else "")
-        ours: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
-        ours.__dict__.update(layer.__dict__)
-        layers[i] = ours
+        growing: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
+        growing.__dict__.update(layer.__dict__)
+        layers[i] = growing
     return ""

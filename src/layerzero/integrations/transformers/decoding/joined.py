@@ -98,7 +98,7 @@ def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
     tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}.values()
     sharing = Counter(t.untyped_storage().data_ptr() for t in tensors)
     layers = [layer.module for group in groups
-              if len(group) > 1 and joined_codes([one.module for one in group]) is None
+              if len(group) > 1 and joined_codes([linear.module for linear in group]) is None
               for layer in group]
     uses = Counter(id(p) for layer in layers for p in layer.parameters())
     for layer in layers:

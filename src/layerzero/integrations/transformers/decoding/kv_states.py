@@ -48,7 +48,7 @@ class _LayerAdapter:
     def reserve(self, more: int) -> int:
         return self._length
 
-    def write(self, place: int, key: Tensor, value: Tensor) -> None:
+    def write(self, position: int, key: Tensor, value: Tensor) -> None:
         self._all = self.layer.update(key.transpose(1, 2), value.transpose(1, 2))
 
     def view(self, start: int, end: int) -> tuple[Tensor, Tensor]:

@@ -29,18 +29,19 @@ class LatentKV:
     def __init__(self, parts: DecoderParts, layers: list[Any], masks: Sequence[Tensor | None],
                  positions: Tensor) -> None:
         self._layers, self._masks = layers, masks
-        self._places = [layer.reserve(1) for layer in layers]
+        self._positions = [layer.reserve(1) for layer in layers]
         # as the model's function wants it
         self.rope = parts.rotary(parts.weights, positions)
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError("latent attention has no keys and values of its heads")
 
     def keep(self, layer: int, state: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, 1, 1, rank) and (batch, 1, 1, rope_dim): written, and all states and keys."""
-        at, place = self._layers[layer], self._places[layer]
-        at.write(place, state, key)
-        states, keys = at.view(0, place + 1)
+        """Writes the token's state (batch, 1, 1, rank) and key (batch, 1, 1, rope_dim); returns all
+        states and keys."""
+        cache, position = self._layers[layer], self._positions[layer]
+        cache.write(position, state, key)
+        states, keys = cache.view(0, position + 1)
         return states[:, 0], keys[:, 0]
 
     def mask(self, layer: int) -> Tensor | None:
@@ -48,13 +49,14 @@ class LatentKV:
 
     def undo(self) -> None:
         """Takes this token back, after the step broke."""
-        for layer, place in zip(self._layers, self._places):
-            layer.set_end(place)
+        for layer, position in zip(self._layers, self._positions):
+            layer.set_end(position)
 
 
 def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
           norm: Callable[[str, Norm, Tensor], Run]) -> Callable[..., Tensor]:
-    """layer, product of the two down projections, kv -> attention (batch, 1, heads * value_dim)."""
+    """Binds latent attention. The result takes the layer's number, the product of the two down
+    projections and the cache, and returns (batch, 1, heads * value_dim)."""
     latent, batch, heads = p.latent, len(x), p.heads
     assert latent is not None
     down, rank, rope = latent.query_down.shape[0], latent.rank, latent.rope_dim
@@ -66,8 +68,8 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
     query_up = None if latent.query_up is None else _linear("query up", between, latent.query_up,
                                                             product)
 
-    def run(layer: int, both: Tensor, kv: LatentKV) -> Tensor:
-        query, state, key = both.split((down, rank, rope), -1)
+    def run(layer: int, qk: Tensor, kv: LatentKV) -> Tensor:
+        query, state, key = qk.split((down, rank, rope), -1)
         if query_norm is not None:
             query = query_norm(query)
         query = (query if query_up is None else query_up(query)).view(batch, 1, heads, dim)

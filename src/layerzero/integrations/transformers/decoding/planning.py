@@ -112,7 +112,7 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _repeat_until_cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Returns so many calls that the first one's large tensors have left the cache by the last."""
+    """Returns enough calls that the first one's large tensors have left the cache by the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS

@@ -69,8 +69,8 @@ class PromptStep(DecodeStep):
     """Computes all tokens of a prompt through the layers; NotRecognised says what is not known."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...]) -> None:
-        mlps = [at.mlp for at in parts.layers]
-        why = parts.graph_obstacle or (
+        mlps = [layer.mlp for layer in parts.layers]
+        why = parts.uncapturable_feature or (
             "positions of several axes" if parts.by_axes else
             "tokens of several codebooks" if parts.codebooks else
             "a mixture of experts" if any(isinstance(mlp, Experts) for mlp in mlps) else
@@ -90,13 +90,13 @@ class PromptStep(DecodeStep):
                           first: WeightCodes, bias: Tensor | None) -> Run:
         fixed_bias = None if bias is None else bias.detach()
         decoded = self._decoded(x, first, fixed_bias)
-        held = [t for t in (first.codes, first.scales, fixed_bias, first.global_scale)
+        tensors = [t for t in (first.codes, first.scales, fixed_bias, first.global_scale)
                 if t is not None]
 
         def run(x: Tensor) -> Any:
             rows = x.numel() // first.inputs
             if decoded is not None and rows > FEW_ROWS:
-                return decoded(x, *held)
+                return decoded(x, *tensors)
             return _quantized(x, first.codes, first.scales, None, fixed_bias, **first.options(rows))
 
         return run
@@ -138,12 +138,12 @@ class PromptKV:
     def __init__(self, step: PromptStep, cache: DynamicCache) -> None:
         self._layers, self._cache = step.layers, cache
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        at = self._layers[layer]
-        query, key = both.transpose(1, 2).split([at.heads, at.kv_heads], 1)
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
+        bound = self._layers[layer]
+        query, key = qk.transpose(1, 2).split([bound.heads, bound.kv_heads], 1)
         keys, values = self._cache.update(key, value.transpose(1, 2), layer)
-        limited = at.window is not None and at.window < both.shape[1]
-        out = _attention(query, keys, values, None, is_causal=True, scale=at.scale,
-                         causal_align="top_left", softcap=at.softcap,
-                         window_left=at.window - 1 if limited and at.window else -1)
+        limited = bound.window is not None and bound.window < qk.shape[1]
+        out = _attention(query, keys, values, None, is_causal=True, scale=bound.scale,
+                         causal_align="top_left", softcap=bound.softcap,
+                         window_left=bound.window - 1 if limited and bound.window else -1)
         return out.transpose(1, 2).flatten(2)  # type: ignore[no-any-return]

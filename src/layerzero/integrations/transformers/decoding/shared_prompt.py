@@ -23,7 +23,7 @@ from .growing_cache import MIN_CAPACITY, GrowingLayer, keeps_groups
 
 SHARED = "prompts computed once for several rows"
 MIN_PROMPT_TOKENS = 64     # tokens from which one read for all rows is faster than a read for each
-# what a call of the model may have for each row, and it is known how to take every so many rows
+# arguments of the model that have a row for each row of the batch, of which every n-th is taken
 BY_ROW = ("attention_mask", "position_ids")
 KERNEL = "native.grouped_attention"
 
@@ -31,7 +31,7 @@ KERNEL = "native.grouped_attention"
 class SharedLayer(DynamicLayer):  # type: ignore[misc]
     """A DynamicLayer whose rows begin with the same tokens, `copies` rows after each other.
 
-    One buffer (tokens, heads, dim) holds each prompt once, and then `room` places for each row.
+    One buffer (tokens, heads, dim) holds each prompt once, and then `capacity` tokens of each row.
     Whoever asks for `keys` or `values` gets them as they are in a DynamicLayer, copied together;
     whoever sets them has a DynamicLayer from then on.
     """
@@ -40,7 +40,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self._set: dict[str, Any] = {}         # keys and values that somebody has put here
         self.copies, self.prompts = copies, layer.keys.shape[0]
-        self.prompt, self.own, self.room = layer.keys.shape[2], 0, 0
+        self.prompt, self.own, self.capacity = layer.keys.shape[2], 0, 0
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         first = [t.transpose(1, 2).flatten(0, 1) for t in (layer.keys, layer.values)]
         self.buffers = first
@@ -54,45 +54,47 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
     def shared(self) -> bool:
         return not self._set
 
-    def _grow(self, room: int) -> None:
-        prompt_rows, before = self.prompts * self.prompt, self._own_tokens() if self.room else []
-        held, self.buffers = self.buffers, []
+    def _grow(self, capacity: int) -> None:
+        prompt_rows = self.prompts * self.prompt
+        before = self._own_tokens() if self.capacity else []
+        old, self.buffers = self.buffers, []
         # they may be written to outside of that mode later
         with torch.inference_mode(False), torch.no_grad():
-            for t in held:
-                self.buffers.append(t.new_empty((prompt_rows + self.rows * room, *t.shape[1:])))
-        for to, t in zip(self.buffers, held):
+            for t in old:
+                self.buffers.append(t.new_empty((prompt_rows + self.rows * capacity, *t.shape[1:])))
+        for to, t in zip(self.buffers, old):
             to[:prompt_rows] = t[:prompt_rows]
-        self.room = room
+        self.capacity = capacity
         for to, t in zip(self._own_tokens(), before):
             to.copy_(t)
 
     def _own_tokens(self) -> list[Tensor]:
-        """(rows, own, heads, dim)"""
+        """Returns the keys and values after the prompt, (rows, own, heads, dim)."""
         first = self.prompts * self.prompt
-        return [t[first:].unflatten(0, (self.rows, self.room))[:, :self.own] for t in self.buffers]
+        return [t[first:].unflatten(0, (self.rows, self.capacity))[:, :self.own]
+                for t in self.buffers]
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Keys and values (rows, tokens, heads, dim) after those there are."""
         more = key.shape[1]
-        if self.own + more > self.room:
+        if self.own + more > self.capacity:
             self._grow(self.own + max(more, MIN_CAPACITY, self.own))
         self.own += more
         for to, t in zip(self._own_tokens(), (key, value)):
             to[:, -more:] = t
 
     def set_end(self, end: int) -> None:
-        """Let it hold so many tokens."""
+        """Let it hold `end` tokens."""
         self.own = end - self.prompt
 
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+    def items(self) -> tuple[Tensor, Tensor, Tensor]:
         """Items, chunk starts and chunk lengths for lz.grouped_attention of one query per row:
         chunks as long as the prompt, which is the first of them."""
         rows, length = torch.arange(self.rows, dtype=torch.int32), self.prompt + self.own
         items = torch.zeros((self.rows, 4), dtype=torch.int32)
         items[:, 0], items[:, 1], items[:, 3] = rows, 1, length
         after = torch.arange(-(-self.own // self.prompt), dtype=torch.int32) * self.prompt
-        own = self.prompts * self.prompt + rows * self.room
+        own = self.prompts * self.prompt + rows * self.capacity
         starts = torch.cat(((rows // self.copies * self.prompt)[:, None],
                             own[:, None] + after), 1)
         return items, starts, torch.full((self.rows,), self.prompt, dtype=torch.int32)
@@ -103,9 +105,9 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         tensors = self.__dict__.get("_set")
         if tensors is None or tensors:
             return (tensors or {}).get(name)
-        at = ("keys", "values").index(name)
-        prompt = self.buffers[at][:self.prompts * self.prompt].unflatten(0, (self.prompts, -1))
-        whole = torch.cat((prompt.repeat_interleave(self.copies, 0), self._own_tokens()[at]), 1)
+        index = ("keys", "values").index(name)
+        prompt = self.buffers[index][:self.prompts * self.prompt].unflatten(0, (self.prompts, -1))
+        whole = torch.cat((prompt.repeat_interleave(self.copies, 0), self._own_tokens()[index]), 1)
         return whole.transpose(1, 2)
 
     def _replace(self, name: str, value: Any) -> None:
@@ -148,15 +150,15 @@ class SharedPromptKV:
         self._step, self._layers, self.angles = step, layers, angles
         self._run: Callable[..., Any] = load_grouped()
         self._length = layers[0].get_seq_length()
-        self._places: tuple[Tensor, Tensor, Tensor] | None = None
+        self._items: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        at, bound = self._layers[layer], self._step.layers[layer]
-        at.append(both[:, :, bound.heads:], value)
-        if self._places is None:
-            self._places = at.places()         # those of all layers
-        items, starts, lengths = self._places
-        out = self._run(both[:, 0, :bound.heads], *at.buffers, items, 1, self._length + 1,
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
+        cache, bound = self._layers[layer], self._step.layers[layer]
+        cache.append(qk[:, :, bound.heads:], value)
+        if self._items is None:
+            self._items = cache.items()         # those of all layers
+        items, starts, lengths = self._items
+        out = self._run(qk[:, 0, :bound.heads], *cache.buffers, items, 1, self._length + 1,
                         scale=bound.scale, chunk_starts=starts, chunk_lengths=lengths)
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
@@ -242,6 +244,6 @@ def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config
 
 
 def _is_repeated(t: Tensor, copies: int) -> bool:
-    """Are so many rows after each other the same?"""
+    """Are the rows alike in groups of `copies`, one after the other?"""
     each = t.unflatten(0, (-1, copies))
     return bool((each == each[:, :1]).all())

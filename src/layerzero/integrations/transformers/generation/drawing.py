@@ -154,27 +154,27 @@ class Tail:
     the batch still go on.
     """
 
-    def __init__(self, plan: DrawPlan, step_input: Tensor, vocab: int, room: int, bind: Binder,
+    def __init__(self, plan: DrawPlan, step_input: Tensor, vocab: int, capacity: int, bind: Binder,
                  kernels: Any = None) -> None:
-        batch, place = len(step_input), step_input.device
+        batch, device = len(step_input), step_input.device
         self.plan, self.step_input, self._kernels = plan, step_input, kernels
-        self.log = torch.zeros((room, batch), dtype=torch.int64, device=place)
-        self.count = torch.zeros(1, dtype=torch.int64, device=place)
+        self.log = torch.zeros((capacity, batch), dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.before = 0                        # tokens that another tail has counted
-        self.unfinished = torch.ones(batch, dtype=torch.bool, device=place)
-        self.seen = (torch.zeros((batch, vocab + 1), dtype=torch.bool, device=place)
+        self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
+        self.seen = (torch.zeros((batch, vocab + 1), dtype=torch.bool, device=device)
                      if plan.penalized else None)
-        self._eos = torch.zeros(len(plan.eos), dtype=torch.int64, device=place)
-        self._pad = torch.zeros(1, dtype=torch.int64, device=place)
-        self._row = torch.zeros(1, dtype=torch.int64, device=place)        # of the log
+        self._eos = torch.zeros(len(plan.eos), dtype=torch.int64, device=device)
+        self._pad = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)        # of the log
         # nothing here waits for the device: the prompt may still be on its way
-        self._numbers = [[n.clone().to(place, non_blocking=True) for n in s.numbers]
+        self._numbers = [[n.clone().to(device, non_blocking=True) for n in s.numbers]
                          for s in plan.stages]
         self._bind, self._samplers = bind, dict[torch.dtype, Callable[..., Tensor]]()
         if plan.fused:
-            wide = torch.float32 if place.type == "mps" else torch.float64
-            self._uniforms = torch.zeros(batch, dtype=wide, device=place)
-            self._filters = {name: torch.full((batch,), value, device=place)
+            acc_dtype = torch.float32 if device.type == "mps" else torch.float64
+            self._uniforms = torch.zeros(batch, dtype=acc_dtype, device=device)
+            self._filters = {name: torch.full((batch,), value, device=device)
                              for name, value in OFF.items()}
             rows = {f"{name}_rows": value for name, value in self._filters.items()}
             self._rows = {**rows, "uniforms": self._uniforms}
@@ -190,14 +190,14 @@ class Tail:
             self.seen.copy_(seen)
         self._eos.copy_(torch.tensor(plan.eos, dtype=torch.int64), non_blocking=True)
         self._pad.fill_(plan.pad or 0)
-        for held, stage in zip(self._numbers, plan.stages):
-            for number, value in zip(held, stage.numbers):
+        for buffer, stage in zip(self._numbers, plan.stages):
+            for number, value in zip(buffer, stage.numbers):
                 number.copy_(value, non_blocking=True)
         for name, chosen in plan.filters.items():
             self._filters[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
-        """Returns how many rows of the log are written after so many tokens in all."""
+        """Returns how many rows of the log are written after `issued` tokens in all."""
         return issued - self.before
 
     def __call__(self, logits: Tensor) -> None:

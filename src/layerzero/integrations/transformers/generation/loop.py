@@ -38,7 +38,7 @@ from .drawing import Tail, plan_draw, seen_tokens
 
 # steps that are enqueued beyond the one whose token is looked at; without a device none runs ahead
 AHEAD, AHEAD_ON_HOST = 3, 0
-MAX_CAPACITY = 2048        # tokens that the first buffers have room for, where so many may come
+MAX_CAPACITY = 2048        # tokens that the first buffers have room for at most
 # arguments of the model that the loop makes itself, or that only the prompt needs
 SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
                     "logits_to_keep", "inputs_embeds", "cache_position"}
@@ -86,10 +86,10 @@ class Generation:
 
         loops = {name: method(name) for name in set(GENERATION_MODES_MAPPING.values())
                  if hasattr(kind, name)}
-        ours: Any = type(kind)(kind.__name__, (kind,), {
+        twin_class: Any = type(kind)(kind.__name__, (kind,), {
             **loops, "_prefill": lambda twin, *args, **kwargs: self.prefill(*args, **kwargs),
             "__module__": kind.__module__, "__qualname__": kind.__qualname__})
-        twin = object.__new__(ours)
+        twin = object.__new__(twin_class)
         object.__setattr__(twin, "__dict__", vars(model))
         return twin
 
@@ -249,10 +249,10 @@ class _Loop:
         self.tail.start(self.plan, 0, None, seen)
         self.tail(logits)
 
-    def _uncaptured_tail(self, room: int) -> Tail:
+    def _uncaptured_tail(self, capacity: int) -> Tail:
         """Make a tail for steps that are not captured."""
         step_input = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
-        return Tail(self.plan, step_input, self.vocab, room, self.step.step(self.batch).bind,
+        return Tail(self.plan, step_input, self.vocab, capacity, self.step.step(self.batch).bind,
                     device_kernels() if self.cuda else None)
 
     def _enter_graph(self, before: Tail) -> None:
@@ -298,7 +298,8 @@ class _Loop:
 
         length = self.length + max(0, self.issued - 1)
         fixed = self.step._captured.hold(step, self.cache, length, self.shift,
-                                         room=graphs.WARM_UPS + 2, wanted=wanted, capture=capture)
+                                         new_tokens=graphs.WARM_UPS + 2, wanted=wanted,
+                                         capture=capture)
         tail: Tail = fixed.loops[key]
         fixed.go_to(length)
         self.fixed, self.once = fixed, fixed.step_then(key, tail)
@@ -323,8 +324,8 @@ class _Loop:
                 self._set_cache_length(length)  # what it had written is written again
                 self.once = self.fixed = None
         ids = self.tail.step_input
-        place = torch.full_like(ids, length + self.shift)
-        out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=place,
+        position = torch.full_like(ids, length + self.shift)
+        out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=position,
                          use_cache=True, return_dict=True)
         self.tail(out.logits[:, -1])
         self._copy_to_host()
@@ -345,11 +346,11 @@ class _Loop:
         chosen.record()
         side.wait_event(chosen)
         with torch.cuda.stream(side):
-            there = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            there.copy_(row, non_blocking=True)
+            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            pinned.copy_(row, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self.slots.append((there, arrived))
+        self.slots.append((pinned, arrived))
 
     def _read_oldest(self) -> None:
         """Read the oldest token that was not read yet: does it end a row?"""
@@ -377,7 +378,8 @@ class _Loop:
             self.streamer.put(tokens)
 
     def _resume_by_kernels(self) -> None:
-        """The persistent step gave up: the graph of kernels goes on after the last token seen."""
+        """Goes on with the graph of kernels after the last token seen: the persistent step gave
+        up."""
         assert self.tail is not None and self.fixed is not None
         persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()

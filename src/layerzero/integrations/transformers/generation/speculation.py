@@ -59,21 +59,21 @@ class SpeculationStats:
 class AppendedRows:
     """Rows that were written to a cache, of which some stay."""
 
-    def __init__(self, layers: list[Any], places: list[int]) -> None:
-        self._layers, self._places = layers, places
+    def __init__(self, layers: list[Any], positions: list[int]) -> None:
+        self._layers, self._positions = layers, positions
 
     def undo(self, keep: int = 0) -> None:
         """Take back all rows but the first `keep`."""
-        for layer, place in zip(self._layers, self._places):
-            layer.set_end(place + keep)
+        for layer, position in zip(self._layers, self._positions):
+            layer.set_end(position + keep)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """Keep these rows, in this order, and take back the others."""
         if list(nodes) != list(range(len(nodes))):
-            for layer, place in zip(self._layers, self._places):
-                at = torch.tensor(nodes, device=layer.keys.device) + place
-                for room in (layer.key_buffer, layer.value_buffer):
-                    room[:, place:place + len(nodes)] = room.index_select(1, at)
+            for layer, position in zip(self._layers, self._positions):
+                kept = torch.tensor(nodes, device=layer.keys.device) + position
+                for buffer in (layer.key_buffer, layer.value_buffer):
+                    buffer[:, position:position + len(nodes)] = buffer.index_select(1, kept)
         self.undo(len(nodes))
 
 
@@ -86,25 +86,25 @@ class RowsKV(AppendedRows):
         self._step, self._rows, self._bound, self.angles = step, step.batch, runs, angles
         self._mask = () if parents is None else (tree_attention_mask(parents, length)[None, None],)
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        at, place, rows = self._layers[layer], self._places[layer], self._rows
-        queries = both.shape[2] - value.shape[2]
-        at.write(place, both[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
-        keys, values = at.view(0, place + rows)
-        query = both[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
+        cache, position, rows = self._layers[layer], self._positions[layer], self._rows
+        queries = qk.shape[2] - value.shape[2]
+        cache.write(position, qk[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
+        keys, values = cache.view(0, position + rows)
+        query = qk[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
         out = self._run(layer, query, keys, values)(query, keys, values, *self._mask)
         return out.permute(2, 0, 1, 3).reshape(rows, 1, -1)  # type: ignore[no-any-return]
 
     def _run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Any:
-        at, length = self._step.layers[layer], keys.shape[2]
-        key = (self._step, at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap,
+        bound, length = self._step.layers[layer], keys.shape[2]
+        key = (self._step, bound.heads, bound.kv_heads, bound.head_dim, bound.scale, bound.softcap,
                len(self._mask))
         run, span = self._bound.get(key, (None, ANY))
         if run is None or not span.covers(length):
             causal = {} if self._mask else {"is_causal": True, "causal_align": "bottom_right"}
             run = self._step.bind("attention, verified", "attention", query, keys, values,
-                                  *(self._mask or (None,)), scale=at.scale, softcap=at.softcap,
-                                  **causal)
+                                  *(self._mask or (None,)), scale=bound.scale,
+                                  softcap=bound.softcap, **causal)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
             self._bound[key] = run, span
         return run
@@ -119,8 +119,8 @@ class Rows:
             raise NotRecognised("the decoder with the step has no head: another model feeds it")
         if any(layer.window for layer in parts.layers):
             raise NotRecognised("its layers have a window, out of which nothing comes back")
-        if parts.graph_obstacle:
-            raise NotRecognised(f"it has {parts.graph_obstacle}")
+        if parts.uncapturable_feature:
+            raise NotRecognised(f"it has {parts.uncapturable_feature}")
         self._runs: dict[Any, tuple[Any, Span]] = {}
         self.captured = (None if accelerated._captured is None
                          else CapturedRows(accelerated._captured, parts))
@@ -170,10 +170,10 @@ class Draft:
     def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Up to `most` tokens after `ids`, (tokens,)."""
         cache, proposed = self._cache, []
-        held = cache.get_seq_length()
-        more = ids[held:]
+        cached_tokens = cache.get_seq_length()
+        more = ids[cached_tokens:]
         for _ in range(min(self.count, most)):
-            if self._rows is not None and 1 < len(more) <= self.count + 1 and held:
+            if self._rows is not None and 1 < len(more) <= self.count + 1 and cached_tokens:
                 logits = self._rows(more, cache)[0][-1]
             else:
                 logits = self.model(more[None], past_key_values=cache, use_cache=True,
@@ -183,7 +183,8 @@ class Draft:
         return (torch.cat(proposed) if proposed else ids[:0]), None
 
     def accept(self, length: int) -> None:
-        """The text now has so many tokens, of which the last may be new to the draft."""
+        """Crops the draft's cache to a text of `length` tokens, the last of which may be new to
+        it."""
         over = self._cache.get_seq_length() - (length - 1)
         if over > 0:
             self._cache.crop(-over)
@@ -339,7 +340,7 @@ class Speculation:
     @staticmethod
     def _process_logits(ids: Tensor, drafted: Tensor, tree: Tensor | None, logits: Tensor,
                         processors: Any) -> Tensor:
-        """Each row after the tokens that come before it."""
+        """Processes the logits of each row after the tokens that come before it."""
         above = list(range(-1, len(logits) - 1)) if tree is None else tree.tolist()
         scores, texts = [], [ids]
         for i, row in enumerate(logits.float()):

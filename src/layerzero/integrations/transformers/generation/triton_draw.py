@@ -30,9 +30,9 @@ def _largest_kernel(scores_ptr, best_ptr, where_ptr, row_stride, vocab, BLOCK: t
     scores = tl.where(scores != scores, float("inf"), scores)
     best = tl.max(scores, 0)
     first = tl.min(tl.where((scores == best) & (column < vocab), column, vocab), 0)
-    place = row * tl.num_programs(1) + piece
-    tl.store(best_ptr + place, best)
-    tl.store(where_ptr + place, first.to(tl.int64))
+    offset = row * tl.num_programs(1) + piece
+    tl.store(best_ptr + offset, best)
+    tl.store(where_ptr + offset, first.to(tl.int64))
 
 
 @triton.jit
@@ -46,10 +46,10 @@ def _append_kernel(
     here = row < batch
     if PIECES:
         piece = tl.arange(0, PIECES)
-        place = row[:, None] * pieces + piece[None, :]
-        there = here[:, None] & (piece < pieces)[None, :]
-        best = tl.load(best_ptr + place, mask=there, other=float("-inf"))
-        where = tl.load(token_ptr + place, mask=there, other=last)
+        offset = row[:, None] * pieces + piece[None, :]
+        valid = here[:, None] & (piece < pieces)[None, :]
+        best = tl.load(best_ptr + offset, mask=valid, other=float("-inf"))
+        where = tl.load(token_ptr + offset, mask=valid, other=last)
         top = tl.max(best, 1)
         token = tl.min(tl.where(best == top[:, None], where, last), 1)
     else:
@@ -73,11 +73,10 @@ def _append_kernel(
 
 def append(scores: Tensor, eos: Tensor, pad: Tensor | None, unfinished: Tensor, count: Tensor,
            row: Tensor, log: Tensor, step_input: Tensor) -> None:
-    """The likeliest token of scores (batch, vocab), or the tokens that they are (batch,), to row
-    `row` of the log and to `step_input`; then one more is counted.
+    """Writes the most likely token of scores (batch, vocab), or given tokens (batch,), to row `row`
+    of the log and to `step_input`, and increments `row`.
 
-    pad takes the place of the tokens of rows that are no longer unfinished, which one of `eos`
-    ends.
+    Rows that are finished get `pad`; a token of `eos` finishes a row.
     """
     batch, tokens, best, pieces, vocab = len(step_input), scores, scores, 0, 0
     if scores.dim() == 2:

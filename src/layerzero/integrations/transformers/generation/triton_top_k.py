@@ -110,9 +110,9 @@ def _draw_kernel(scores_ptr, listed_ptr, values_ptr, places_ptr, uniform_ptr, te
         tl.debug_barrier()     # of all threads
         listed = wanted
     slot = tl.arange(0, ROOM)
-    there = slot < listed
-    values = tl.load(values_ptr + row * ROOM + slot, mask=there, other=float("-inf"))
-    places = tl.load(places_ptr + row * ROOM + slot, mask=there, other=0x7FFFFFFF)
+    valid = slot < listed
+    values = tl.load(values_ptr + row * ROOM + slot, mask=valid, other=float("-inf"))
+    places = tl.load(places_ptr + row * ROOM + slot, mask=valid, other=0x7FFFFFFF)
     ranked = tl.sort(_packed(values, places), descending=True)
     order = (ranked >> 32).to(tl.int32)
     score = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)

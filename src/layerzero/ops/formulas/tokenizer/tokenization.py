@@ -198,9 +198,9 @@ def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, off
     for text in encoded:
         ids, text_spans = text.ids, text.offsets or []
         if lengths.limit is not None and not text.truncated:
-            room = room_for_text(lengths.limit, len(text.before) + len(text.after))
-            if len(ids) > room:
-                part = slice(len(ids) - room, None) if lengths.cut_left else slice(room)
+            max_tokens = room_for_text(lengths.limit, len(text.before) + len(text.after))
+            if len(ids) > max_tokens:
+                part = slice(len(ids) - max_tokens, None) if lengths.cut_left else slice(max_tokens)
                 ids, text_spans = ids[part], text_spans[part]
         if text.before or text.after:
             ids = [*text.before, *ids, *text.after]

@@ -61,7 +61,7 @@ def cascade_shared_bytes(dim: int, cfg: Config) -> int:
 GROUPED = {64: (Config(8, 4, 6, 128), Config(4, 4, 4, 64)),
            128: (Config(8, 2, 3, 128), Config(4, 2, 4, 32)),
            256: (Config(8, 1, 3, 64), Config(4, 1, 3, 32))}
-# grouped_wgmma.cu on Hopper: by head dim, for up to so many rows the fastest on an H200. With fewer
+# grouped_wgmma.cu on Hopper: by head dim, (most rows, config), the fastest on an H200. With fewer
 # rows than that grouped.cu is taken.
 WGMMA = {128: ((64, Config(8, 2, 2, 128, weight=256, wgmma=True)),
                (128, Config(8, 4, 2, 128, wgmma=True)),
@@ -81,8 +81,8 @@ def grouped_config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
     large, small = GROUPED[dim]
     cfg = large if grouped_shared_bytes(dim, large) <= machine.shared else small
     if machine.sm == 90 and items * rows >= WGMMA_ROWS:
-        wide = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
-        cfg = wide if grouped_shared_bytes(dim, wide) <= machine.shared else cfg
+        wgmma_cfg = next((c for most, c in WGMMA.get(dim, ()) if items * rows <= most), cfg)
+        cfg = wgmma_cfg if grouped_shared_bytes(dim, wgmma_cfg) <= machine.shared else cfg
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
     return cfg._replace(splits=max(splits, 1))
@@ -100,7 +100,7 @@ def cascade_config(dim: int, machine: compiler.Machine) -> Config:
 
 def _macros(query: Tensor, group: int, tokens: tuple[int, int], softcap: float,
             cfg: Config) -> compiler.Macros:
-    """`tokens`: token strides of key and value."""
+    """Returns the macros of a kernel. `tokens`: token strides of key and value."""
     return (("BF16", int(query.dtype == torch.bfloat16)), ("DIM", query.shape[2]),
             ("GROUP", group), ("WARPS", cfg.warps), ("COLS", cfg.cols), ("STAGES", cfg.stages),
             ("STEP", cfg.step), ("K_TOKEN", tokens[0]), ("V_TOKEN", tokens[1]),
@@ -184,9 +184,9 @@ def paged_attention_shared(
     cfg = cascade_config(dim, compiler.machine_of(query.device))
     strides = key_cache.stride(slot), value_cache.stride(slot)
     macros = (*_macros(query, group, strides, softcap, cfg), ("PAGE", page), ("PLANNERS", PLANNERS))
-    room = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
+    capacity = max(64, 1 << (count - 1).bit_length())  # sequences; few sizes, as each is loaded
     plan, attend, merge = _compiled_cascade(macros, cfg.warps * 32,
-                                            cascade_shared_bytes(dim, cfg), 16 + 88 * room)
+                                            cascade_shared_bytes(dim, cfg), 16 + 88 * capacity)
     out, log_sums = _results(query, return_lse)
     # Each sequence has two places: what it shares, and its own.
     units = cfg.splits // kv_heads + 1 + 2 * count

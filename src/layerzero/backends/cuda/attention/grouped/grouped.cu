@@ -29,8 +29,8 @@ static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
 
 KERNEL(grouped, Params, WARPS * 32)
 {
-    u8* const room = shared() + RING;
-    Span* const spans = (Span*)room;               // MAX_COLUMNS
+    u8* const after_ring = shared() + RING;
+    Span* const spans = (Span*)after_ring;         // MAX_COLUMNS
     Column* const columns = (Column*)(spans + MAX_COLUMNS);                    // MAX_COLUMNS
     Range* const steps = (Range*)(columns + MAX_COLUMNS);  // STAGES
     Shared* const shared_facts = (Shared*)(steps + STAGES);

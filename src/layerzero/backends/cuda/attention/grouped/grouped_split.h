@@ -44,12 +44,12 @@ FN Split split_keys(const Params& p, const Workspace& workspace, Span* spans, fl
 
     lowest = shared->lowest, highest = shared->highest;
     const int grain = (highest - lowest + CUTTERS * KEYS - 1) / (CUTTERS * KEYS) * KEYS;
-    const int mine = lowest + thread() * grain;
+    const int grain_begin = lowest + thread() * grain;
     if (thread() < CUTTERS) {
         float cost = 0;                            // of all keys up to the end of this thread's grain
         for (int n = 0; n < count; ++n) {
             const Span span = spans[n];
-            const int end = min_int(mine + grain, span.high);
+            const int end = min_int(grain_begin + grain, span.high);
             cost += (float)span.rows * max_int(end - span.low, 0) + (float)p.weight * max_int(end - span.fresh, 0);
         }
         costs[thread() + 1] = cost;
@@ -61,7 +61,7 @@ FN Split split_keys(const Params& p, const Workspace& workspace, Span* spans, fl
             const float before = costs[thread()], after = costs[thread() + 1];
             const float target = costs[CUTTERS] * (split + n) / p.splits;
             if (before < target && target <= after && split + n < p.splits)
-                shared->cut[n] = mine + ((int)((target - before) * grain / (after - before)) + KEYS - 1) / KEYS * KEYS;
+                shared->cut[n] = grain_begin + ((int)((target - before) * grain / (after - before)) + KEYS - 1) / KEYS * KEYS;
         }
     sync_block();
     if (kv_head == 0 && thread() < 2 && (thread() == 0 || split + 1 == p.splits))

@@ -8,9 +8,9 @@ FN u8* aligned_shared() {                          // to 1024 bytes, as swizzled
     return at + (-shared_address(at) & 1023);
 }
 
-// Describes an operand, but for what is the same for all. Of keys that are multiplied with queries, a row is a key; of
-// values, which are summed over keys, a row is a key too, and `next_half` is how far the next 64 columns are. The n-th
-// 16 bytes further are operand + n. It is the same in all lanes, and told to the compiler to be so.
+// The part of an operand's matrix descriptor that differs between operands. A row of keys and of values is a key;
+// `next_half` is the distance in bytes to the next 64 columns of values. operand + n is 16 n bytes further. The shuffle
+// tells the compiler that it is the same in all lanes.
 FN u32 operand(const u8* at, int next_half = 16) {
     return shuffle(u32(next_half >> 4) << 16 | (shared_address(at) & 0x3FFFF) >> 4, 0);
 }

@@ -33,7 +33,7 @@ from ..growing_cache import MIN_CAPACITY
 from . import persistent
 
 MAX_DIM, MAX_GROUP = 256, 16                   # of heads, for the kernels of triton_step.py
-PAGE = 64                  # the buffers are read as pages of so many tokens
+PAGE = 64                  # tokens of a page, as which the buffers are read
 COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
 MAX_CACHES = 4             # in use at the same time; more are served without a graph
 
@@ -47,18 +47,18 @@ class FixedBuffers:
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
         self.kv_buffers = [(weights.new_zeros(size), weights.new_zeros(size)) for size in (
-            (batch, self.size, at.kv_heads, at.head_dim) for at in step.layers)]
-        self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair)
+            (batch, self.size, bound.kv_heads, bound.head_dim) for bound in step.layers)]
+        self._pages = [tuple(buffer.view(-1, PAGE, *buffer.shape[2:]) for buffer in pair)
                        for pair in self.kv_buffers]
-        place = weights.device
-        pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
+        device = weights.device
+        pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=device)
         self._table = pages.view(batch, -1)
         # How many tokens there are before the new one, and with it, in each row of the batch.
-        self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
+        self._state = torch.zeros(1 + batch, dtype=torch.int64, device=device)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self.embeds = embeds                   # the token comes embedded
         self._step_input = (weights.new_zeros((batch, 1, weights.shape[1])) if embeds else
-                            torch.zeros((batch, 1), dtype=torch.int64, device=place))
+                            torch.zeros((batch, 1), dtype=torch.int64, device=device))
         self.shift = 0                         # of a position, from the number of tokens before it
         # For each kind of layer cos and sin of every position; of none where positions are learned.
         self._angles = self._tables(0)
@@ -80,8 +80,8 @@ class FixedBuffers:
                                              self._step_input, self._state, self._run)
 
     def _tables(self, shift: int) -> list[Tensor]:
-        places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
-        angles = self.parts.angles_at(places.clamp_min(0)[None])
+        positions = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
+        angles = self.parts.angles_at(positions.clamp_min(0)[None])
         return [torch.cat(pair, -1)[0].contiguous() for pair in angles]
 
     def shift_positions(self, shift: int) -> None:
@@ -93,14 +93,15 @@ class FixedBuffers:
 
     def _bound(self, layer: int) -> Callable[..., Any]:
         """Returns the attention of a layer as a function of rotated queries."""
-        at, pages = self.step.layers[layer], self._pages[layer]
-        query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
+        bound, pages = self.step.layers[layer], self._pages[layer]
+        query = pages[0].new_zeros((self.step.batch, bound.heads, bound.head_dim))
         try:
             run = self.step.bind("attention, captured", "paged_attention", query, *pages,
-                                 self._table, self._lengths, scale=at.scale,
-                                 window_left=at.window - 1 if at.window else -1, softcap=at.softcap)
+                                 self._table, self._lengths, scale=bound.scale,
+                                 window_left=bound.window - 1 if bound.window else -1,
+                                 softcap=bound.softcap)
         except NoKernelFoundError:             # of float32 on a GPU, for one
-            if at.softcap:
+            if bound.softcap:
                 raise
             whole = whole_buffers(self.step, layer, *self.kv_buffers[layer])
             return lambda query: whole(query[:, :, None], self._lengths[:, None])[:, :, 0]
@@ -109,24 +110,24 @@ class FixedBuffers:
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
         rotates = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
-            at.norm_last for at in self.step.layers)
+            bound.norm_last for bound in self.step.layers)
         return rotates and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
-            at.head_dim <= MAX_DIM and at.heads // at.kv_heads <= MAX_GROUP and at.scale > 0
-            and at.angles is not None for at in self.step.layers)
+            bound.head_dim <= MAX_DIM and bound.heads // bound.kv_heads <= MAX_GROUP
+            and bound.scale > 0 and bound.angles is not None for bound in self.step.layers)
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
         keys, values = self.kv_buffers[layer]
         if self._fused is not None:
-            at = self.step.layers[layer]
-            query = self._fused.rotate_and_store(both, value, self._angles[at.angles or 0],
+            bound = self.step.layers[layer]
+            query = self._fused.rotate_and_store(qk, value, self._angles[bound.angles or 0],
                                                  self._position, keys, values)
-            out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window,
-                                     at.softcap)
+            out = self._fused.attend(query, keys, values, self._lengths, bound.scale, bound.window,
+                                     bound.softcap)
         else:
-            queries = both.shape[2] - value.shape[2]
-            keys.index_copy_(1, self._position, both[:, :, queries:])
+            queries = qk.shape[2] - value.shape[2]
+            keys.index_copy_(1, self._position, qk[:, :, queries:])
             values.index_copy_(1, self._position, value)
-            out = self._runs[layer](both[:, 0, :queries])
+            out = self._runs[layer](qk[:, 0, :queries])
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:
@@ -147,10 +148,10 @@ class FixedBuffers:
         """Move the keys and values of a cache here."""
         for layer, (keys, values) in zip(cache.layers, self.kv_buffers):
             length = layer.get_seq_length()
-            for room, states in ((keys, layer.keys), (values, layer.values)):
-                if states.untyped_storage().data_ptr() == room.untyped_storage().data_ptr():
+            for buffer, states in ((keys, layer.keys), (values, layer.values)):
+                if states.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                     states = states.clone()
-                room[:, length - states.shape[2]:length] = states.transpose(1, 2)
+                buffer[:, length - states.shape[2]:length] = states.transpose(1, 2)
             layer.move(keys, values, length)
         self.owner, self.length = weakref.ref(cache), -1
 
@@ -169,7 +170,7 @@ class FixedBuffers:
         return self._step_input
 
     def go_to(self, length: int) -> None:
-        """Let the next token be the one after so many others."""
+        """Let the next token be the one after `length` others."""
         if self.length != length:
             self._state.fill_(length + 1)
             self._position.fill_(length)
@@ -219,8 +220,8 @@ class FixedBuffers:
             return
         self.length = -1
         self.go_to(length)
-        place = self._step_input.device
-        generator = torch.cuda.default_generators[place.index or 0]
+        device = self._step_input.device
+        generator = torch.cuda.default_generators[device.index or 0]
         before = generator.get_state()         # a seed gives the same tokens, captured or not
         compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
         trial = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]),
@@ -234,18 +235,18 @@ class FixedBuffers:
 
 def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
         [Tensor, Tensor], Tensor]:
-    """torch's attention of queries (batch, heads, tokens, dim) over all that there is room for in
-    (batch, size, kv_heads, dim); what is beyond the lengths (batch, tokens) is hidden."""
-    at = step.layers[layer]
+    """Returns torch's attention of queries (batch, heads, tokens, dim) over whole buffers (batch,
+    size, kv_heads, dim), of which all beyond the lengths (batch, tokens) is masked."""
+    bound = step.layers[layer]
     step.bind.kernels["attention, captured"] = "torch.sdpa over all of the buffer"
-    places = torch.arange(keys.shape[1], device=keys.device)
+    positions = torch.arange(keys.shape[1], device=keys.device)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
 
     def run(query: Tensor, lengths: Tensor) -> Tensor:
-        seen = places < lengths[..., None]
-        if at.window:
-            seen = seen & (places >= lengths[..., None] - at.window)
-        return F.scaled_dot_product_attention(query, keys, values, seen[:, None], scale=at.scale,
+        seen = positions < lengths[..., None]
+        if bound.window:
+            seen = seen & (positions >= lengths[..., None] - bound.window)
+        return F.scaled_dot_product_attention(query, keys, values, seen[:, None], scale=bound.scale,
                                               enable_gqa=True)
 
     return run
@@ -279,17 +280,17 @@ class CapturedSteps:
         return fixed(token, cache, length)
 
     def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
-             embeds: bool = False, room: int = 1, wanted: int = 0,
+             embeds: bool = False, new_tokens: int = 1, wanted: int = 0,
              capture: Callable[[FixedBuffers, int], None] | None = None) -> FixedBuffers:
-        """Returns buffers that hold this cache and have room for more tokens after its own; new
-        ones are made with room for as many as are wanted. `capture` makes another graph than that
-        of the step alone, after the number of tokens that it is told."""
+        """Returns buffers that hold this cache and have room for `new_tokens` after its own; new
+        ones are made with room for as many as are wanted. `capture(buffers, length)` makes another
+        graph than that of the step alone."""
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            fixed = next((f for f in known if f.owner() is cache and f.size >= length + room
+            fixed = next((f for f in known if f.owner() is cache and f.size >= length + new_tokens
                           and f.embeds == embeds), None)
             if fixed is None:
-                fixed = self._free(step, known, length, embeds, room, wanted)
+                fixed = self._free(step, known, length, embeds, new_tokens, wanted)
                 _capture(fixed, capture, 0)
                 fixed.take(cache)
             else:
@@ -297,18 +298,19 @@ class CapturedSteps:
                     fixed.take(cache)
                 _capture(fixed, capture, length)
             if fixed.gave_up():
-                fixed = self._replace_buffers(fixed, step, cache, length, room, wanted, capture)
+                fixed = self._replace_buffers(fixed, step, cache, length, new_tokens, wanted,
+                                              capture)
         fixed.shift_positions(shift)
         return fixed
 
     def _replace_buffers(self, lost: FixedBuffers, step: DecodeStep, cache: Any, length: int,
-                         room: int, wanted: int,
+                         new_tokens: int, wanted: int,
                          capture: Callable[[FixedBuffers, int], None] | None) -> FixedBuffers:
         """Replace buffers whose step gave up, and run its last token again in the new ones."""
         persistent.report_timeout(step)
         known = self._fixed[step.batch]
         known.remove(lost)
-        fixed = self._free(step, known, length, lost.embeds, room, wanted)
+        fixed = self._free(step, known, length, lost.embeds, new_tokens, wanted)
         _capture(fixed, capture, 0)
         fixed.take(cache)
         fixed.shift_positions(lost.shift)
@@ -316,8 +318,8 @@ class CapturedSteps:
         return fixed
 
     def _free(self, step: DecodeStep, known: list[FixedBuffers], length: int, embeds: bool,
-              room: int, wanted: int) -> FixedBuffers:
-        least = length + room
+              new_tokens: int, wanted: int) -> FixedBuffers:
+        least = length + new_tokens
         if len(known) >= MAX_CACHES:           # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size >= least]
         fixed = next((f for f in known if f.owner() is None and f.size >= least
@@ -338,7 +340,7 @@ class CapturedSteps:
 
 def _capture(fixed: FixedBuffers, capture: Callable[[FixedBuffers, int], None] | None,
              length: int) -> None:
-    """Captures the step after so many tokens, 0 where the buffers hold nothing that is needed."""
+    """Captures the step after `length` tokens, 0 where the buffers hold nothing needed."""
     with torch.inference_mode(False), torch.no_grad():
         if capture is not None:
             capture(fixed, length)

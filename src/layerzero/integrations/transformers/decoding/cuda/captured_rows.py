@@ -1,7 +1,7 @@
 """Several tokens of one text in a CUDA graph: the rows of a step in the buffers of captured.py.
 
 The cache lies in the buffers that its single tokens use; all rows read the same pages, each up to
-its own place. Without a CUDA device the same steps run one by one, as there.
+its own position. Without a CUDA device the same steps run one by one, as in captured.py.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from .captured import CapturedSteps, FixedBuffers, Uncapturable, whole_buffers
 
 
 class FixedRows:
-    """A graph of so many rows over the buffers of one cache. A `StepKV` for the decode step."""
+    """A graph of `step.batch` rows over the buffers of one cache, and their `StepKV`."""
 
     def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: FixedBuffers) -> None:
         self.step, self.parts, self.buffers = step, parts, buffers
-        rows, place = step.batch, parts.weights.device
+        rows, device = step.batch, parts.weights.device
         self._table = buffers._table.expand(rows, -1).contiguous()
-        self._order = torch.arange(rows, device=place)
+        self._order = torch.arange(rows, device=device)
         self._position, self._lengths = self._order.clone(), self._order + 1
-        self._step_input = torch.zeros((rows, 1), dtype=torch.int64, device=place)
+        self._step_input = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         self._runs = [self._bound(i) for i in range(len(step.layers))]
         self._replay: Any = None
         self._out: Tensor | None = None
 
     def _bound(self, layer: int) -> Any:
-        at, pages = self.step.layers[layer], self.buffers._pages[layer]
-        query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
+        bound, pages = self.step.layers[layer], self.buffers._pages[layer]
+        query = pages[0].new_zeros((self.step.batch, bound.heads, bound.head_dim))
         try:
             run = self.step.bind("attention, verified", "paged_attention", query, *pages,
-                                 self._table, self._lengths, scale=at.scale, softcap=at.softcap)
+                                 self._table, self._lengths, scale=bound.scale,
+                                 softcap=bound.softcap)
         except NoKernelFoundError:             # as in captured.py
-            if at.softcap:
+            if bound.softcap:
                 raise
             whole = whole_buffers(self.step, layer, *self.buffers.kv_buffers[layer])
             return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
                 0, 1)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
-    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
         keys, values = self.buffers.kv_buffers[layer]
-        queries = both.shape[2] - value.shape[2]
-        keys.index_copy_(1, self._position, both[:, 0, queries:][None])
+        queries = qk.shape[2] - value.shape[2]
+        keys.index_copy_(1, self._position, qk[:, 0, queries:][None])
         values.index_copy_(1, self._position, value[:, 0][None])
-        return self._runs[layer](both[:, 0, :queries]).flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
+        return self._runs[layer](qk[:, 0, :queries]).flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:
         angles = tuple(table.index_select(0, self._position)[:, None].chunk(2, -1)
@@ -64,7 +65,7 @@ class FixedRows:
         torch.add(self._order, length + 1, out=self._lengths)
 
     def capture(self, length: int) -> None:
-        """The warm-up writes to the places after so many tokens, where nothing is yet."""
+        """Capture the graph. The warm-up writes after `length` tokens, where nothing is yet."""
         if not self._step_input.is_cuda:
             return
         self._set_position(length)
@@ -91,10 +92,11 @@ class CapturedRows:
         self._captured, self._parts = captured, parts
         self._fixed: dict[tuple[int, int], FixedRows] = {}         # by buffers and rows
 
-    def __call__(self, one: DecodeStep, step: DecodeStep, tokens: Tensor, cache: Any,
+    def __call__(self, single_step: DecodeStep, step: DecodeStep, tokens: Tensor, cache: Any,
                  length: int) -> Tensor:
-        """`one` is the step of a single token, in whose buffers the cache is."""
-        buffers = self._captured.hold(one, cache, length, room=step.batch)
+        """Returns the logits of the tokens. `single_step` is the step of one token, in whose
+        buffers the cache is."""
+        buffers = self._captured.hold(single_step, cache, length, new_tokens=step.batch)
         rows = self._fixed.get((id(buffers), step.batch))
         if rows is None or rows.step is not step or rows.buffers is not buffers:
             with torch.inference_mode(False), torch.no_grad():

@@ -46,19 +46,19 @@ def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> 
     """Returns the decoder as the kernel knows it; NotRecognised says what it does not know."""
     if parts.weights.dtype != torch.bfloat16:
         raise NotRecognised(f"its weights are {str(parts.weights.dtype)[6:]}, not bfloat16")
-    if obstacle := parts.plain_obstacle:
-        raise NotRecognised(f"it has {obstacle}")
+    if feature := parts.unplain_feature:
+        raise NotRecognised(f"it has {feature}")
     if parts.norm is None or parts.codebooks:
         raise NotRecognised("no last norm" if parts.norm is None else "tokens of several codebooks")
     if parts.head is None or parts.head.module.bias is not None:
         raise NotRecognised("it has no head" if parts.head is None else "its head has a bias")
-    for there, what in ((parts.embed_scale is not None, "its embedding is scaled"),
+    for present, feature in ((parts.embed_scale is not None, "its embedding is scaled"),
                         (parts.positions is not None, "its positions are learned"),
                         (parts.softcap or parts.logit_scale != 1.0, "its logits are scaled"),
                         (parts.rotation != "rotate_half", f"its rope is {parts.rotation}"),
                         (len(parts.kinds) > 1, "its layers have angles of several kinds")):
-        if there:
-            raise NotRecognised(what)
+        if present:
+            raise NotRecognised(feature)
     shapes = {_layer_shape(parts, layer, batch) for layer in layers}
     if len(shapes) > 1:
         raise NotRecognised("its layers differ")
@@ -67,35 +67,38 @@ def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> 
 
 
 def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
-    at = joined.parts
-    if not isinstance(at.mlp, FeedForward):
+    layer = joined.parts
+    if not isinstance(layer.mlp, FeedForward):
         raise NotRecognised("its feed-forward part is a mixture of experts")
-    assert joined.mlp.into is not None and joined.mlp.down is not None
-    for there, what in (
-            (at.parallel, "its attention and feed-forward part work side by side"),
-            (at.branch_scale != 1.0, "what its layers add is scaled"),
-            (at.attn_post or at.mlp_post, "it norms what its layers add"),
-            (at.norm is None or at.mlp_norm is None, "a layer begins without a norm"),
-            (at.by_head, "queries, keys and values of a head lie together"),
-            (at.softcap, "its scores are capped"), (at.angles is None, "a layer is not turned"),
-            (at.scale <= 0, "its scores are not scaled"),
-            ((at.q_norm is None) != (at.k_norm is None), "only queries or keys are normed"),
-            (any(j.bias is not None for j in (joined.out, joined.mlp.into, joined.mlp.down)),
+    assert joined.mlp.gate_up is not None and joined.mlp.down is not None
+    for present, feature in (
+            (layer.parallel, "its attention and feed-forward part work side by side"),
+            (layer.branch_scale != 1.0, "what its layers add is scaled"),
+            (layer.attn_post or layer.mlp_post, "it norms what its layers add"),
+            (layer.norm is None or layer.mlp_norm is None, "a layer begins without a norm"),
+            (layer.by_head, "queries, keys and values of a head lie together"),
+            (layer.softcap, "its scores are capped"),
+            (layer.angles is None, "a layer is not turned"),
+            (layer.scale <= 0, "its scores are not scaled"),
+            ((layer.q_norm is None) != (layer.k_norm is None), "only queries or keys are normed"),
+            (any(j.bias is not None for j in (joined.out, joined.mlp.gate_up, joined.mlp.down)),
              "products other than that of queries, keys and values have a bias")):
-        if there:
-            raise NotRecognised(what)
+        if present:
+            raise NotRecognised(feature)
     hidden = parts.weights.shape[1]
-    eps = {_rms(norm, hidden) for norm in (at.norm, at.mlp_norm) if norm is not None}
-    head_eps = {_rms(norm, at.head_dim) for norm in (at.q_norm, at.k_norm) if norm is not None}
+    eps = {_rms(norm, hidden) for norm in (layer.norm, layer.mlp_norm) if norm is not None}
+    head_eps = {_rms(norm, layer.head_dim) for norm in (layer.q_norm, layer.k_norm)
+                if norm is not None}
     if len(eps) > 1 or len(head_eps) > 1:
         raise NotRecognised("its norms have different eps")
     kinds = {_code_format(weight) for weight in (joined.qkv.weight, joined.out.weight,
-                                                 joined.mlp.into.weight, joined.mlp.down.weight)}
+                                                 joined.mlp.gate_up.weight, joined.mlp.down.weight)}
     if len(kinds) > 1:
         raise NotRecognised("its weights are in several formats")
-    return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
-                 len(parts.head.module.weight) if parts.head else 0, len(parts.layers), batch,
-                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation, kinds.pop())
+    return Shape(hidden, layer.heads, layer.kv_heads, layer.head_dim, parts.half,
+                 layer.mlp.down.shape[1], len(parts.head.module.weight) if parts.head else 0,
+                 len(parts.layers), batch, joined.qkv.bias is not None, layer.q_norm is not None,
+                 layer.mlp.activation, kinds.pop())
 
 
 def _code_format(weight: Weight) -> str:
@@ -135,34 +138,35 @@ def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)
     configs = plan.candidate_configs(shape, machine)
-    whys = [plan.problem(shape, cfg, machine) for cfg in configs]
-    if all(whys):
-        raise NotRecognised(str(whys[0]))
+    problems = [plan.problem(shape, cfg, machine) for cfg in configs]
+    if all(problems):
+        raise NotRecognised(str(problems[0]))
     first, head = layers[0].parts, parts.head
     assert first.norm is not None and head is not None and parts.norm is not None
     if codes_of(head.module) is not None:
         raise NotRecognised("its weights are quantized")
-    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, kv_buffers)]
+    tensors = [_tensors(joined, angles[0], *buffers) for joined, buffers in zip(layers, kv_buffers)]
     return [PersistentStep(
         shape, cfg, tensors, parts.weights, parts.norm.weights[0], head.module.weight.detach(),
         eps=first.norm.eps, head_eps=parts.norm.eps, scale=first.scale,
         head_norm_eps=0.0 if first.q_norm is None else first.q_norm.eps)
-        for cfg, why in zip(configs, whys) if why is None]
+        for cfg, problem in zip(configs, problems) if problem is None]
 
 
 def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) -> LayerTensors:
-    at = joined.parts
-    into, down = joined.mlp.into, joined.mlp.down
-    assert at.norm is not None and at.mlp_norm is not None
-    assert into is not None and down is not None
-    q_norm, k_norm = (None if norm is None else norm.weights[0] for norm in (at.q_norm, at.k_norm))
-    weights = joined.qkv.weight, joined.out.weight, into.weight, down.weight
-    qkv, out, into_weight, down_weight = (w if isinstance(w, Tensor) else w.codes for w in weights)
+    layer = joined.parts
+    gate_up, down = joined.mlp.gate_up, joined.mlp.down
+    assert layer.norm is not None and layer.mlp_norm is not None
+    assert gate_up is not None and down is not None
+    q_norm, k_norm = (None if norm is None else norm.weights[0]
+                      for norm in (layer.q_norm, layer.k_norm))
+    weights = joined.qkv.weight, joined.out.weight, gate_up.weight, down.weight
+    qkv, out, w_gate_up, w_down = (w if isinstance(w, Tensor) else w.codes for w in weights)
     scales = tuple(w.scales for w in weights
                    if not isinstance(w, Tensor) and w.scales is not None)
-    return LayerTensors(at.norm.weights[0], qkv, joined.qkv.bias, q_norm, k_norm, out,
-                        at.mlp_norm.weights[0], into_weight, down_weight, angles, keys, values,
-                        at.window, scales)
+    return LayerTensors(layer.norm.weights[0], qkv, joined.qkv.bias, q_norm, k_norm, out,
+                        layer.mlp_norm.weights[0], w_gate_up, w_down, angles, keys, values,
+                        layer.window, scales)
 
 
 def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles: Sequence[Tensor],
@@ -178,8 +182,8 @@ def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles:
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
-        resident = [one for one in candidates(step, parts, kv_buffers, angles)
-                    if one.resident(step_input.device.index or 0)]
+        resident = [candidate for candidate in candidates(step, parts, kv_buffers, angles)
+                    if candidate.resident(step_input.device.index or 0)]
         if not resident:
             raise NotRecognised("its blocks cannot all run at the same time")
         chosen = _race(resident, kv_buffers, step_input, state, by_kernels) or resident[0]
@@ -203,28 +207,28 @@ def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input:
     runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
     # A generator of its own: the caller's seed is for the tokens that he draws.
     generator = torch.Generator(state.device).manual_seed(0)
-    for room in chain.from_iterable(kv_buffers):
-        room.normal_(generator=generator)
+    for buffer in chain.from_iterable(kv_buffers):
+        buffer.normal_(generator=generator)
     try:
         _place(state, middle)
         wanted = by_kernels().float().flatten()
-        for number, one in enumerate(resident):
+        for number, candidate in enumerate(resident):
             _place(state, middle)
-            logits = one(step_input, state).flatten()
-            apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
-            if not one.timed_out() and apart <= MAX_APART:
-                runs[str(number)] = partial(one, step_input, state)
+            logits = candidate(step_input, state).flatten()
+            difference = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
+            if not candidate.timed_out() and difference <= MAX_APART:
+                runs[str(number)] = partial(candidate, step_input, state)
         if len(runs) == 1:
-            raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
+            raise NotRecognised(f"its logits differ by {difference:.1e} of their spread")
         race, trials = Race(stopwatch("cuda"), faults.FAULTS), []
         for name, run in runs.items():
             _place(state, middle)
-            tried = graphs.attempt(run, overlap=True)
-            if tried.problems:
-                raise NotRecognised(f"it cannot be captured: {tried.problems[0]}")
-            trials.append(tried)               # the graphs live as long as they are timed
+            attempt = graphs.attempt(run, overlap=True)
+            if attempt.problems:
+                raise NotRecognised(f"it cannot be captured: {attempt.problems[0]}")
+            trials.append(attempt)               # the graphs live as long as they are timed
 
-            def once(replay: Callable[[], None] = tried.graph.replay) -> None:
+            def once(replay: Callable[[], None] = attempt.graph.replay) -> None:
                 _place(state, middle)
                 replay()
 
@@ -233,26 +237,26 @@ def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input:
         times = race.timings
         medians = {name: times.median(name) if name in times.rounds else math.inf
                    for name in runs}
-        theirs = medians.pop("kernels")
+        kernels_us = medians.pop("kernels")
         best = min(medians, key=lambda name: medians[name])
-        ours = medians[best]
-        if not ours < theirs:
-            raise NotRecognised(f"one persistent kernel takes {ours:.0f} microseconds, not "
-                                f"{theirs:.0f}")
+        persistent_us = medians[best]
+        if not persistent_us < kernels_us:
+            raise NotRecognised(f"one persistent kernel takes {persistent_us:.0f} microseconds, "
+                                f"not {kernels_us:.0f}")
         return resident[int(best)]
     finally:
-        for room in chain.from_iterable(kv_buffers):
-            room.zero_()
+        for buffer in chain.from_iterable(kv_buffers):
+            buffer.zero_()
 
 
 def _place(state: Tensor, length: int) -> None:
-    """Let the next token be the one after so many others."""
+    """Let the next token be the one after `length` others."""
     state.fill_(length + 1)
     state[:1].fill_(length)
 
 
 def report_timeout(step: DecodeStep) -> None:
-    """A launch gave up: the graph of kernels serves from here on."""
+    """Reports a launch that gave up; the graph of kernels serves this step from here on."""
     _lost.add(step)
     events.emit(Fallback("decode step", NAME, "a graph of kernels",
                          Reason(Code.KERNEL_TIMEOUT, f"{plan.LIMIT_S} s")))

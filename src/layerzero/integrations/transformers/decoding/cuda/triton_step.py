@@ -24,7 +24,7 @@ from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "gate", "gated", "rotate_and_store", "wide"]
+__all__ = ["attend", "gate", "gated", "in_float32", "rotate_and_store"]
 Run = Callable[..., Any]
 
 
@@ -72,27 +72,27 @@ def _rotate_and_store_kernel(
 _rotate_and_store = Launcher(_rotate_and_store_kernel)
 
 
-def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
+def rotate_and_store(qk: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
                      values: Tensor) -> Tensor:
     """Rotate queries and keys; return the queries (batch, heads, dim), write keys and values into
     the buffers at `position`.
 
-    both: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
+    qk: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
     last dimensions dense.
     angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values:
     (batch, room, kv_heads, dim), contiguous and alike.
     """
-    batch, _, rotated, dim = both.shape
+    batch, _, rotated, dim = qk.shape
     kv_heads = value.shape[2]
     heads, half = rotated - kv_heads, angles.shape[1] // 4
-    query = torch.empty((batch, heads, dim), dtype=both.dtype, device=both.device)
+    query = torch.empty((batch, heads, dim), dtype=qk.dtype, device=qk.device)
     _rotate_and_store((batch, rotated + kv_heads), (
-        both, value, angles, position, query, keys, values, both.stride(0), both.stride(2),
+        qk, value, angles, position, query, keys, values, qk.stride(0), qk.stride(2),
         value.stride(0), value.stride(2), keys.stride(0), keys.stride(1)), {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF": half,
         "HALF_POW": triton.next_power_of_2(half),
         "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)),
-        "DIM_POW": triton.next_power_of_2(dim), "WAIT": waits(both.device), "num_warps": 1})
+        "DIM_POW": triton.next_power_of_2(dim), "WAIT": waits(qk.device), "num_warps": 1})
     return query
 
 
@@ -101,13 +101,13 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
     """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values,
     as above; over the last `window` of these."""
     batch, heads, dim = query.shape
-    room, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
+    capacity, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
     out = torch.empty((batch, heads, dim_v), dtype=query.dtype, device=query.device)
 
     def strides(t: Tensor) -> tuple[int, int, int]:
         return t.stride(0), t.stride(2), t.stride(1)
 
-    launch(query, keys, values, out, None, (batch, heads, kv_heads, 1, room, dim, dim_v),
+    launch(query, keys, values, out, None, (batch, heads, kv_heads, 1, capacity, dim, dim_v),
            (query.stride(0), query.stride(1), 0), strides(keys), strides(values),
            (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
            else -1, -1, True, lengths=lengths)
@@ -122,9 +122,9 @@ def gated(kernel: str, weight: Tensor, bias: Tensor | None, kind: str) -> Run | 
     return lambda x: rows.launch(x, weight, bias, gated=True)
 
 
-def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
-    """Returns the product that `run` is, without rounding its float32 sums, where it is of our
-    kernels for few rows: logits decide by less than half precision has."""
+def in_float32(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
+    """Returns the product `run` with a float32 result, if it is one of our kernels for few rows:
+    logits may differ by less than a half type resolves."""
     if kernel == "cuda.linear_rows":
         return lambda x: rows.launch(x, weight, bias, dtype=torch.float32)
     if not kernel.startswith("triton.linear_gemv"):

@@ -134,9 +134,9 @@ LSE = (
     change_results("convention", "the log-sum-exp in base 2", lse_in_base_two),
     change_results("convention", "the log-sum-exp without the largest score added",
              lambda v, out: (out[0], torch.zeros_like(out[1])) if len(out) > 1 else None),
-    change_results("non-finite values", "0 as the log-sum-exp of a row without keys",
-             lambda v, out: (out[0], out[1].masked_fill(out[1] == -math.inf, 0.0))
-             if len(out) > 1 else None),
+    *(change_results("non-finite values", f"{n:g} as the log-sum-exp of a row without keys",
+              lambda v, out, n=n: (out[0], out[1].masked_fill(out[1] == -math.inf, n))
+              if len(out) > 1 else None) for n in (0.0, math.inf)),
     lse_of("scale", "the log-sum-exp of other scores: no softcap",
            lambda op, v: {**v, "softcap": 0.0} if v.get("softcap") else None),
     lse_of("scale", "the log-sum-exp of other scores: no scale",

@@ -53,6 +53,8 @@ def _version(t: Tensor) -> int:
 
 def _description(t: Tensor) -> dict[str, Any]:
     return {"shape": tuple(t.shape), "stride": t.stride(), "requires_grad": t.requires_grad,
+            "address": t.data_ptr(),
+            "hook": len(t._backward_hooks or ()),
             "grad": None if not t.is_leaf or t.grad is None else id(t.grad),
             "attribute": sorted(n for n in t.__dict__ if not n.startswith("_"))}
 

@@ -145,7 +145,7 @@ def state_of_a_long_sequence_in_bfloat16(right, **v):
 def long_rows_summed_in_half_precision(right, x, weight=None, eps=1e-6, offset=0.0):
     if x.shape[-1] <= 4096 or x.dtype != torch.bfloat16 or torch.is_grad_enabled():
         return right(x, weight, eps, offset=offset)
-    total = sum(part.square().sum(-1, keepdim=True) for part in x.split(64, -1))
+    total = sum(part.square().sum(-1, keepdim=True) for part in x.split(16, -1))
     out = x.float() * torch.rsqrt(total.float() / x.shape[-1] + eps)
     return (out if weight is None else out * (weight.float() + offset)).to(x.dtype)
 

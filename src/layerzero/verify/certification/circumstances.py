@@ -171,7 +171,8 @@ class ChangedParameters(ChangedInPlace):
 
     def before(self, kernel: Kernel, values: dict[str, Any],
                other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        weights = {n: torch.nn.Parameter(t) for n, t in values.items()
+        # frozen: torch may choose another kernel for what wants a gradient
+        weights = {n: torch.nn.Parameter(t, requires_grad=False) for n, t in values.items()
                    if n != kernel.op.main_tensor and isinstance(t, Tensor)
                    and t.is_floating_point() and t.dtype.itemsize > 1}
         return super().before(kernel, {**values, **weights}, other) if weights else None

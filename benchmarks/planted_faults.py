@@ -1,7 +1,7 @@
 """Plants the broken kernels of tests/faults and tells which of them get a certificate, and what the
 others are taken for.
 
-python benchmarks/planted_faults.py [NAME ...] [--set all|first|sizes|field|shapes|numbers|authors]
+python benchmarks/planted_faults.py [NAME ...] [--set all|first|sizes|field|shapes|numbers|authors|edges]
     [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
 
 Each fault runs in a forked process of its own: some change the process for good, some end it. One
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 from attention_author_faults import ATTENTION_AUTHOR_FAULTS
 from broken_kernels import FAULTS, Fault
+from edge_faults import EDGE_FAULTS
 from field_faults import FIELD_FAULTS
 from layer_author_faults import LAYER_AUTHOR_FAULTS
 from model_size_faults import SIZE_FAULTS
@@ -39,6 +40,7 @@ from number_faults import NUMBER_FAULTS
 from optional_author_faults import OPTIONAL_AUTHOR_FAULTS
 from shape_faults import SHAPE_FAULTS
 from state_author_faults import STATE_AUTHOR_FAULTS
+from use_faults import USE_FAULTS
 
 from layerzero.machine import hardware
 from layerzero.verify.certification.certify import certify
@@ -47,7 +49,8 @@ from layerzero.verify.report import sources_digest
 SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIELD_FAULTS),
         "shapes": tuple(SHAPE_FAULTS), "numbers": tuple(NUMBER_FAULTS),
         "authors": (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS, *STATE_AUTHOR_FAULTS,
-                    *OPTIONAL_AUTHOR_FAULTS)}
+                    *OPTIONAL_AUTHOR_FAULTS),
+        "edges": (*USE_FAULTS, *EDGE_FAULTS)}
 SETS["all"] = tuple(fault for faults in SETS.values() for fault in faults)
 CAUGHT = ("failed", "crashed")
 

@@ -196,7 +196,7 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
         ratio.round_().add_(8.0 if zeros is None else zeros)
         return pack_nibbles(ratio.clamp_(1.0 if zeros is None else 0.0, 15.0).to(torch.uint8))
     if fmt.name == "nf4":
-        bounds = torch.tensor(NF4_MIDPOINTS, device=ratio.device)
+        bounds = torch.tensor(NF4_MIDPOINTS, dtype=ratio.dtype, device=ratio.device)
         return pack_nibbles(torch.bucketize(ratio, bounds, out_int32=True).to(torch.uint8))
     return encode(ratio, fmt, None)           # the reference's comparisons are as fast
 

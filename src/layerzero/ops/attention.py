@@ -100,7 +100,8 @@ def inputs(
     shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk),
              "float2d": (sq, sk), "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk),
              "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
-             "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk)}.get(mask)
+             "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk),
+             "left_padding": (b, 1, 1, sk)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full"):
         attn_mask = rand(*shape)
@@ -112,6 +113,9 @@ def inputs(
         if mask == "dead_minus_inf":
             attn_mask[..., 0, :] = hidden
         attn_mask = attn_mask.to(device=device, dtype=dtype)
+    elif mask == "left_padding":               # of each sample more
+        hidden_keys = torch.arange(1, b + 1)[:, None, None, None] * sk // (b + 1)
+        attn_mask = (torch.arange(sk) >= hidden_keys).to(device)
     elif shape:
         attn_mask = (torch.rand(shape, generator=gen) > 0.3).to(device)
         if mask == "dead_rows":
@@ -142,6 +146,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"d": 1},
     {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
     {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
+    {"mask": "left_padding", "sq": 7, "sk": 65},
     {"mask": "bool", "lse": True}, {"window": (16, 0), "causal": True}, {"window": (8, 8)},
     {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
     {"window": (16, 0), "causal": True, "sq": 1, "sk": 100, "align": "bottom_right", "hkv": 2},

@@ -38,15 +38,17 @@ def meta(logits: Tensor, targets: Tensor, *, reduction: str = "mean", **kwargs: 
 def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "",
            ignore_index: int = -100, smoothing: float = 0.0, reduction: str = "mean",
            targets_dtype: str = "int64", stride: str = "",
-           scale: float = 3.0, masked: bool = False, dtype: torch.dtype = torch.float32,
+           scale: float = 3.0, masked: bool | str = False, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
     logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
     if stride == "transposed":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    # an impossible class: the last, which is no row's target
-    if masked:
+    if masked == "first":                      # most classes are impossible
+        logits[..., :vocab * 9 // 10] = -torch.inf
+        targets = targets.clamp(min=vocab * 9 // 10)
+    elif masked:                               # the last one, which is no row's target
         logits[..., -1] = -torch.inf
         targets = targets.clamp(max=vocab - 2)
     logits = logits.to(device=device, dtype=dtype)
@@ -65,6 +67,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"}, {"smoothing": 0.1},
     {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
     {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"}, {"masked": True},
+    {"masked": "first", "vocab": 400},
     {"rows": (400,), "vocab": 97},
 )
 

@@ -58,6 +58,8 @@ def inputs(
     elif special == "masked":
         logits[..., : experts // 2] = -torch.inf
     correction = torch.randn(experts, generator=gen).to(device) if bias else None
+    if correction is not None and special == "below":      # no score is above zero
+        correction -= 5.0
     return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
             "n_group": n_group, "topk_group": topk_group, "e_score_correction_bias": correction,
             "routed_scaling_factor": scale}
@@ -69,6 +71,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"top_k": 1}, {"top_k": 16}, {"experts": 1, "top_k": 1}, {"rows": ()}, {"rows": (0,)},
     {"rows": (2, 3)}, {"experts": 128, "top_k": 8, "rows": (33,)}, {"bias": True},
     {"bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {"n_group": 4, "topk_group": 2, "bias": True, "special": "below", "scoring": "sigmoid"},
     {"n_group": 4, "topk_group": 2}, {"n_group": 4, "topk_group": 2, "bias": True,
                                       "scoring": "sigmoid"},
     {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid",

@@ -120,6 +120,10 @@ def inputs(
     elif special == "integers":
         x = torch.randint(-7, 8, x.shape, generator=gen).to(dtype)
         x[..., 0] = 7.0
+    elif special == "halves":                  # of the step that the first number of a row makes
+        peak = 7 if FORMATS[format].bits == 4 else 127
+        x = torch.randint(-2 * peak, 2 * peak + 1, x.shape, generator=gen).to(dtype) / 2
+        x[..., 0] = peak
     elif special == "denormal":
         x = x * torch.finfo(dtype).tiny / 16
     elif special == "huge":
@@ -141,6 +145,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f} for f in FORMATS),
     *({"format": f, "width": 37, "rows": (2, 3)} for f in FORMATS),
     *({"format": f, "special": s} for f in FORMATS for s in ("zeros", "broken")),
+    *({"format": f, "special": "halves"} for f in ("int8", "int4")),
     *({"format": f, "given": True} for f in ("int8", "fp8_e4m3", "mxfp4", "nvfp4")),
     *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4")
       for g in ("tensor", "block")),

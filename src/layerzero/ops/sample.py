@@ -161,12 +161,14 @@ def inputs(
             arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
     if random == "uniforms":
         arguments["uniforms"] = rand(0.0, 1.0)
-    elif random == "seed_rows":
-        arguments["seed_rows"] = torch.arange(batch, device=device) + 17
+    elif random == "edges":                    # 0, and the last number before 1
+        arguments["uniforms"] = torch.arange(batch, device=device) // 2 % 2 * (1 - 2.0 ** -24)
+    elif random == "seed_rows":                # of more than 32 bits
+        arguments["seed_rows"] = torch.arange(batch, device=device) * (1 << 33) + 17
     elif random == "generator":
         arguments["generator"] = torch.Generator(device).manual_seed(seed + 99)
     else:
-        arguments |= {"seed": 1234 + seed, "offset": 5}
+        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
     return arguments
 
 
@@ -186,6 +188,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"probs": True, "rows": True, "random": "seed"},
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},
+    {"special": "masked", "random": "edges"}, {"random": "edges", "top_p": 0.9},
     {"special": "masked"}, {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9},
     {"special": "masked", "temperature": 0.0}, {"special": "masked", "probs": True, "top_p": 0.5},
     {"special": "infinite", "top_k": 5}, {"special": "infinite", "temperature": 0.0},

@@ -92,6 +92,8 @@ def inputs(
         tokens[2:3, -1] = vocab
     elif special == "masked":
         target[::2] = 0.0
+    elif special == "impossible":              # the drafted tokens, in every other row
+        target[::2, :drafted].scatter_(2, tokens[::2, :, None], 0.0)
     elif special == "broken":
         target[..., 0], draft[..., 1] = -0.5, torch.inf
     elif special == "strided":
@@ -101,10 +103,12 @@ def inputs(
         "draft_probs": None if certain else draft[:, :drafted].to(device=device, dtype=dtype)}
     if random == "uniforms":
         arguments["uniforms"] = torch.rand((batch, drafted + 1), generator=gen).to(device)
+    elif random == "zeros":
+        arguments["uniforms"] = torch.zeros((batch, drafted + 1), device=device)
     elif random == "seed_rows":
-        arguments["seed_rows"] = torch.arange(batch, device=device) + 17
+        arguments["seed_rows"] = torch.arange(batch, device=device) * (1 << 33) + 17
     else:
-        arguments |= {"seed": 1234 + seed, "offset": 5}
+        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
     return arguments
 
 
@@ -113,6 +117,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"alike": 0.0}, {"alike": 0.95, "batch": 16}, {"certain": True, "batch": 16},
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
+    {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "strided"}, {"random": "seed"}, {"random": "seed_rows", "batch": 9},
     {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )

@@ -138,7 +138,7 @@ def inputs(
     if random == "uniforms":
         arguments["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
     else:
-        arguments |= {"seed": 1234 + seed, "offset": 5}
+        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
     return arguments
 
 

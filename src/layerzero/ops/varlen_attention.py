@@ -139,6 +139,7 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
+    dropout_case={"lengths_q": (32,), "lengths_k": (64,), "scale": 0.05},
     reference_kernel={**READS_ON_HOST,
                       "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

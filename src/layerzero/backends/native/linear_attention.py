@@ -50,7 +50,8 @@ def _delta_rule() -> Callable[..., Any]:
             use_qk_l2norm_in_kernel: bool = False) -> Any:
         (batch, _, heads, dim), (_, _, value_heads, value_dim) = q.shape, v.shape
         out = torch.empty(v.shape, dtype=v.dtype)
-        state = torch.empty((batch, value_heads, dim, value_dim)) if output_final_state else None
+        state = (torch.empty((batch, value_heads, dim, value_dim), dtype=torch.float32)
+                 if output_final_state else None)
         step(_view(q), _view(k), _view(v), _view(g), _view(beta), _view(initial_state), _view(out),
              _view(state), batch, heads, value_heads, dim, value_dim,
              dim ** -0.5 if scale is None else scale, use_qk_l2norm_in_kernel, L2_EPS, threads())

@@ -63,7 +63,7 @@ def _sample_greedy() -> Callable[..., Any]:
                logits.stride(0), threads())
         if not return_logprobs:
             return tokens
-        return tokens, torch.where(tokens < 0, -torch.inf, 0.0)
+        return tokens, torch.where(tokens < 0, -torch.inf, 0.0).to(torch.float32)
 
     return run
 

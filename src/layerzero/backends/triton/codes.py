@@ -90,7 +90,7 @@ _launch = Launcher(quantize_kernel)
 
 @lru_cache(maxsize=None)
 def _inverse(largest: float) -> float:
-    return float(1.0 / torch.tensor(largest))                                  # in float32
+    return float(1.0 / torch.tensor(largest, dtype=torch.float32))
 
 
 def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *,

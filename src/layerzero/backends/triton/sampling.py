@@ -32,7 +32,7 @@ _peak, _narrow, _draw = Launcher(peak_kernel), Launcher(narrow_kernel), Launcher
 
 @lru_cache(maxsize=256)
 def _reciprocal(temperature: float) -> float:
-    return float(1.0 / torch.tensor(temperature))              # in float32
+    return float(1.0 / torch.tensor(temperature, dtype=torch.float32))
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float,

@@ -89,6 +89,11 @@ def lse_in_base_two(v: Values, out: tuple[Any, ...]) -> Any:
     return (out[0], out[1] / math.log(2)) if len(out) > 1 else None
 
 
+def lse_without_keys(number: float) -> Callable[[Values, tuple[Any, ...]], Any]:
+    return lambda v, out: ((out[0], out[1].masked_fill(out[1] == -math.inf, number))
+                           if len(out) > 1 else None)
+
+
 def shift_window(name: str, by: int) -> Callable[[Any, Values], Values | None]:
     return lambda op, v: {**v, name: v[name] + by} if v.get(name,
                                                             -1) >= 0 and v[name] + by >= 0 else None
@@ -134,9 +139,8 @@ LSE = (
     change_results("convention", "the log-sum-exp in base 2", lse_in_base_two),
     change_results("convention", "the log-sum-exp without the largest score added",
              lambda v, out: (out[0], torch.zeros_like(out[1])) if len(out) > 1 else None),
-    change_results("non-finite values", "0 as the log-sum-exp of a row without keys",
-             lambda v, out: (out[0], out[1].masked_fill(out[1] == -math.inf, 0.0))
-             if len(out) > 1 else None),
+    *(change_results("non-finite values", f"{n:g} as the log-sum-exp of a row without keys",
+                     lse_without_keys(n)) for n in (0.0, math.inf)),
     lse_of("scale", "the log-sum-exp of other scores: no softcap",
            lambda op, v: {**v, "softcap": 0.0} if v.get("softcap") else None),
     lse_of("scale", "the log-sum-exp of other scores: no scale",

@@ -24,8 +24,10 @@ from ..kernel.contract import (
     check_case,
     eager_results,
     refusals,
+    results_of,
 )
 from ..kernel.guarded import with_layout
+from ..kernel.judging import same
 from ..kernel.shared import fingerprint
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
@@ -81,20 +83,61 @@ class EveryCode(Circumstance):
 
 
 class AllStrided(Circumstance):
-    """Every tensor of numbers in another layout at once."""
+    """Every tensor of numbers in another layout at once; or all but one, as a cache beside a
+    query."""
 
-    def __init__(self, layout: str) -> None:
-        self.layout, self.name = layout, f"every tensor {layout}"
+    def __init__(self, layout: str, but: str = "") -> None:
+        self.layout, self.but, self.any_dtype = layout, but, bool(but)
+        self.name = f"every tensor {f'but {but} ' if but else ''}{layout}"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        others = {n: other for n, t in values.items() if isinstance(t, Tensor)
+        others = {n: other for n, t in values.items() if isinstance(t, Tensor) and n != self.but
                   and t.is_floating_point() and (other := with_layout(t, self.layout)) is not None}
         return {**values, **others} if len(others) > 1 else None
+
+
+class OneBuffer(Circumstance):
+    """Every tensor of one dtype is a part of one buffer, as q, k and v of one projection are: what
+    a tensor holds is not told by its storage."""
+
+    name, any_dtype = "every tensor in one buffer", True
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        dtype = values[op.main_tensor].dtype
+        parts = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.dtype == dtype
+                 and t.numel() and t.dtype.is_floating_point}
+        unit = max(64 // dtype.itemsize, 1)    # each as aligned as a tensor of its own
+        rounded = [-(-t.numel() // unit) * unit for t in parts.values()]
+        if len(parts) < 2:
+            return None
+        buffer = values[op.main_tensor].new_zeros(sum(rounded))
+        views = (piece[:t.numel()].view(t.shape).copy_(t)
+                 for piece, t in zip(buffer.split(rounded), parts.values()))
+        return {**values, **dict(zip(parts, views))}
+
+
+class LoudElement(Circumstance):
+    """One number of a tensor beside the main one is so large that its exponential is infinite."""
+
+    even = False
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"filled with one loud number in {tensor}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dtype != torch.float32 or not t.numel():
+            return None
+        loud = t.clone()
+        loud.view(-1)[0] = 100.0
+        return _if_finite(op, {**values, self.tensor: loud})
 
 
 class ChangedInPart(Circumstance):
     """Half of one tensor had other contents in earlier calls: a cache must not look at the first
     half alone, nor at the tensors beside it."""
+
+    any_dtype = True
 
     def __init__(self, tensor: str) -> None:
         self.tensor, self.name = tensor, f"the end of {tensor} changed since a call"
@@ -105,21 +148,59 @@ class ChangedInPart(Circumstance):
         if not isinstance(t, Tensor) or t.numel() < 2 or 0 in t.stride() or t.is_inference():
             return None
         now = t.clone()
-        flat = now.clone().reshape(-1)
-        half = flat.numel() // 2
-        if self.tensor in STEPPED:
-            flat = (flat - 1).clamp(min=0)
-        elif t.is_floating_point() and t.dtype.itemsize > 1:
-            flat[half:] = flat[half:].flip(0) * 0.5
-        else:
+        earlier = (_in_another_order(now) if t.is_floating_point() and t.dtype.itemsize > 1
+                   else _earlier_integers(kernel.op, values, self.tensor))
+        if earlier is None:
             return None
-        t.copy_(flat.view(t.shape))
+        t.copy_(earlier)
         try:
-            for _ in range(2):
-                call(kernel, values)
+            call(kernel, values)
+            before = results_of(call(kernel, values))
+            expected = eager_results(kernel.op, values, fingerprint(values))
         finally:
             t.copy_(now)
+        if (all(map(same, before, results_of(call(kernel, values))))
+                and not all(map(_is_near, before, expected))):
+            t.copy_(earlier)                   # it remembers these from a call before: of those
         return values
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), 0.02, 0.02, equal_nan=True)
+
+
+def _in_another_order(t: Tensor) -> Tensor:
+    """Returns the tensor with its second half in the other order, so that their sum is the same;
+    halved where it is all alike."""
+    flat = t.clone().reshape(-1)
+    half = flat.numel() // 2
+    turned = flat[half:].flip(0)
+    flat[half:] = turned * 0.5 if torch.equal(turned, flat[half:]) else turned
+    return flat.view(t.shape)
+
+
+def _earlier_integers(op: Op, values: dict[str, Any], name: str) -> Tensor | None:
+    """Returns other integers of a call like this one: of the step before, or the same lengths,
+    ranges or rows in another order; None where no such call gives another result."""
+    t = values[name]
+    if t.is_floating_point() or t.dtype.itemsize == 1:
+        return None
+    flipped = t.flip(0)
+    columns = t.clone()                        # of ranges: the same queries with the keys of others
+    columns[..., t.shape[-1] // 2:] = flipped[..., t.shape[-1] // 2:]
+    lengths = t.reshape(-1).diff(prepend=t.new_zeros(1))
+    first = int(lengths[0]) == 0               # boundaries, or the ends of groups
+    ends = torch.cat((lengths[:first], lengths[int(first):].flip(0))).cumsum(0).to(t.dtype)
+    candidates = ((t - 1).clamp(min=0),) if name in STEPPED else (
+        flipped, columns if t.dim() > 1 else ends)
+    with torch.no_grad():
+        now = eager_results(op, values, fingerprint(values))
+        for other in candidates:
+            earlier = None if torch.equal(other, t) else if_allowed(op, {**values, name: other})
+            if earlier is not None and not all(map(
+                    same, now, eager_results(op, earlier, fingerprint(earlier)))):
+                return other
+    return None
 
 
 class WithoutOthers(Circumstance):
@@ -203,6 +284,7 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
         elif type(p.default) is int and p.name not in ("seed", "offset"):
             yield from (OtherNumber(p.name, n) for n in INTEGERS)
     yield from (AllStrided(layout) for layout in ("sparse", "offset"))
+    yield from (AllStrided("sparse", op.main_tensor), OneBuffer())
     yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
                 for alone in (True, False))
     yield from (OtherDtype(name) for name in op.tensors
@@ -211,6 +293,8 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
         yield UnusedPages()
     for name in op.tensors:
         yield from (EveryCode(name), ChangedInPart(name))
+    yield from (LoudElement(name) for name in op.tensors
+                if name != op.main_tensor and name not in op.same_dtype)
 
 
 def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | None:

@@ -287,10 +287,13 @@ def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
 
 def non_finite_inputs(op: Op, values: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Returns which tensors of a plain call may hold a NaN or an infinity, and which."""
-    names = [n for n in (op.same_dtype or (op.main_tensor,)) if isinstance(values[n], Tensor)
+    names = [n for n in op.tensors if isinstance(values[n], Tensor)
              and values[n].is_floating_point() and values[n].dtype.itemsize > 1
              and values[n].numel()]
-    return [(name, value) for name in names for value in (math.nan, math.inf)]
+    main = op.same_dtype or (op.main_tensor,)
+    return [*((name, value) for name in names for value in (
+        (math.nan, math.inf) if name in main else (math.nan,))), *(
+            (name, -math.inf) for name in names if name == op.main_tensor)]
 
 
 def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",

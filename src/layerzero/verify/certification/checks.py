@@ -10,6 +10,7 @@ from itertools import islice
 
 from ...machine import hardware, loading
 from ...spec.kernel import Kernel
+from ...spec.op import Op
 from ...spec.reason import Code, Reason
 from ..kernel.cases import (
     Case,
@@ -23,10 +24,19 @@ from ..kernel.cases import (
     with_small_sizes,
 )
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
-from ..kernel.contract import CaseResult, case_facts, case_refusals, case_tensors, check_case
+from ..kernel.contract import (
+    CaseResult,
+    case_facts,
+    case_outline,
+    case_refusals,
+    case_tensors,
+    check_case,
+    results_of,
+)
 from ..kernel.gradients import check_gradients, gradient_cases
-from ..kernel.pairs import long_sums, model_sizes, pair_cases, residues
+from ..kernel.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
+    ChangedInPart,
     EveryCode,
     LooseBound,
     WithoutOthers,
@@ -198,19 +208,26 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     yield from checks_without_others(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
+    first = True
     for dtype in dtypes[:1] if _is_formula(kernel, lane) else dtypes:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
         ranked = most_tensors_first(op, accepted, device)
         for _, (case, dtype) in ranked[:count]:
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for circumstance in circumstances(op, lane)
-                        if not isinstance(circumstance, WithoutOthers))
+                        if not isinstance(circumstance, WithoutOthers)
+                        and (first or lane != "quick" or not circumstance.any_dtype))
         seen = set().union(*(names for names, _ in ranked[:count])) if ranked else set()
         for names, (case, dtype) in ranked[count:]:
-            missing, seen = names - seen, seen | names
+            missing, known, seen = names - seen, {name for name, _ in seen}, seen | names
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
-                        for name in sorted(missing)
-                        for circumstance in tensor_circumstances(op, name, lane))
+                        for name, _ in sorted(missing)
+                        for circumstance in (
+                            # of a known one in another dtype: what is kept of it
+                            *(tensor_circumstances(op, name, lane)
+                              if lane != "quick" or name not in known else ()),
+                            *((ChangedInPart(name),) if first else ())))
+        first = first and not ranked
 
 
 def _is_formula(kernel: Kernel, lane: str) -> bool:
@@ -234,13 +251,17 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     calls = 1200 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
-    yield partial(check_non_finite, kernel, *plain, device, seed)
+    with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device)
+    yield from (partial(check_non_finite, kernel, *cell, device, seed)
+                for cell in (plain, *(cell for _, cell in with_most[:1] if cell != plain)))
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":
         limit_s = SIZES_S.get(lane, math.inf)
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             limit_s=limit_s) for name, cases in residues(op, lane, seed))
+        yield partial(check_sizes, kernel, "each case", case_by_case_sizes(op, lane, seed),
+                      plain[1], device, seed, limit_s=limit_s)
         yield partial(check_sizes, kernel, "a model", model_sizes(op, seed, lane), plain[1], device,
                       seed, all_others=lane != "quick", limit_s=limit_s)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
@@ -262,6 +283,16 @@ def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane:
                         for case, dtype in cells)
 
 
+def _with_several_results(op: Op, cases: Sequence[Case],
+                          dtype: str) -> Iterator[tuple[Case, int]]:
+    """Yields the first case that has several results with a gradient, and their number."""
+    for case in cases:
+        results = results_of(op.meta(**case_outline(op, case, dtype)))
+        if len(results) > 1 and all(t.is_floating_point() for t in results):
+            yield case, len(results)
+            return
+
+
 def _gradient_checks(kernel: Kernel, device: str, lane: str,
                      seed: int) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
@@ -281,8 +312,12 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
 
     yield from (partial(check_gradients, kernel, case if dtype == "float32" else sized(case, dtype),
                         dtype, device, seed) for case in cases for dtype in dtypes)
-    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, name)
+    # other contents than before: what an earlier backward kept shows
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed + 1, name)
                 for case in cases[:1] for name in op.differentiable)
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, source=i)
+                for case, count in _with_several_results(op, cases, dtypes[0])
+                for i in range(count))
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
                 for case in cases[:2])
     # the formula adds up as it does

@@ -91,7 +91,8 @@ class Broadcast(Circumstance):
 
 
 class UnusualValues(Circumstance):
-    """The main tensor with unusual values: all zero, all of one sign, or one very large."""
+    """The main tensor with unusual values: all zero, all of one sign, one very large; logits all
+    very small."""
 
     def __init__(self, how: str) -> None:
         self.how, self.name, self.even = how, f"filled with {how}", how != "one loud number"
@@ -106,6 +107,8 @@ class UnusualValues(Circumstance):
             filled[..., ::2] = -0.0
         elif self.how == "one sign":
             filled = t.abs() + 1
+        elif self.how == "numbers far below zero":
+            filled = t - 300.0
         else:
             filled = t.clone()
             filled[(0,) * t.dim()] = 300.0
@@ -159,6 +162,20 @@ class ChangedInPlace(Circumstance):
         for name, t in tensors.items():
             t.copy_(others[name])
         return {**others, **tensors}
+
+
+class ChangedParameters(ChangedInPlace):
+    """The same of tensors that are Parameters, as weights are: some caches are for them alone."""
+
+    name, any_dtype = "parameters changed in place after a call", True
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        # frozen: torch may choose another kernel for what wants a gradient
+        weights = {n: torch.nn.Parameter(t, requires_grad=False) for n, t in values.items()
+                   if n != kernel.op.main_tensor and isinstance(t, Tensor)
+                   and t.is_floating_point() and t.dtype.itemsize > 1}
+        return super().before(kernel, {**values, **weights}, other) if weights else None
 
 
 class AfterAnotherCall(Circumstance):
@@ -227,11 +244,32 @@ class Repeated(Circumstance):
 class OtherThreadCount(Circumstance):
     """Torch computes with another number of threads: work is divided otherwise."""
 
+    any_dtype = True
+
     def __init__(self, threads: int) -> None:
         self.threads, self.name = threads, f"with torch.set_num_threads({threads})"
 
     def around(self, device: str) -> Any:
         return _thread_count(self.threads)
+
+
+class OtherDefaultDtype(Circumstance):
+    """The caller has set another default dtype: a constant that is made without one has it."""
+
+    name, any_dtype = "with torch.set_default_dtype(torch.bfloat16)", True
+
+    def around(self, device: str) -> Any:
+        return _default_dtype(torch.bfloat16)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -303,13 +341,16 @@ class FarApart(Circumstance):
 def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """Yields the circumstances of a lane: quick has each kind, full every layout of every
     tensor."""
-    yield from (ChangedInPlace(), AfterAnotherCall(), ReusedMemory(), Autocast(), InferenceMode(),
-                RecordingGradients(), Repeated(), OtherThreadCount(3))
+    yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
+                Autocast(), InferenceMode(), RecordingGradients(), Repeated(), OtherThreadCount(3))
     if not op.tensors:
         return
+    yield from (OtherThreadCount(12), OtherDefaultDtype())
     if lane != "quick":
-        yield from (OtherThreadCount(n) for n in (1, 2, 4, 7))
+        yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
     yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
+    if op.main_tensor == "logits":
+        yield UnusualValues("numbers far below zero")
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
     yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
     yield from argument_circumstances(op)
@@ -348,8 +389,10 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
     case = op.dropout_case
     values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPOUT_P}
     value = values["value"]
-    values["value"] = torch.eye(value.shape[-1], device=device,
-                                dtype=value.dtype).expand(value.shape).contiguous()
+    identity = torch.eye(value.shape[-1], device=device, dtype=value.dtype)
+    if value.dim() == 3:                       # packed: (keys, heads, dim)
+        identity = identity[:, None]
+    values["value"] = identity.expand(value.shape).contiguous()
     details: dict[str, Any] = {"circumstance": f"dropout {DROPOUT_P}", "seed": seed}
     reasons = refusals(kernel, values)
     if reasons:
@@ -374,6 +417,7 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
         problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
     if not problems and torch.equal(first, second):
         problems.append("two calls dropped the same weights")
+    problems += [] if problems else _dropout_gradient(kernel, values, seed)
     if problems:                               # what is wrong without dropout is no matter of it
         plain = check_case(kernel, case, dtype, device, seed)
         if plain.status == "failed":
@@ -381,6 +425,26 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
     return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed",
                       detail="; ".join(problems),
                       kinds=("distribution",) if problems else (), **details)
+
+
+def _dropout_gradient(kernel: Kernel, values: Mapping[str, Any], seed: int) -> Iterator[str]:
+    """Yields that the backward drops other weights than the forward pass did. With the identity as
+    values the result is the weights, each of which was added to one row of the gradient."""
+    if not kernel.differentiable:
+        return
+    value = values["value"].detach().requires_grad_()
+    calls = {**values, "value": value}
+    if refusals(kernel, calls):
+        return
+    with torch.random.fork_rng(enabled=True), torch.enable_grad():
+        torch.manual_seed(seed)
+        weights = call(kernel, calls)
+        gradient, = torch.autograd.grad(weights, value, torch.ones_like(weights))
+    # key j has its weights in column j of the result, and its gradient in row j
+    columns, rows = weights.detach().double().flatten(0, -2).sum(0), gradient.double()[..., 0]
+    rows = (rows if value.dim() == 3 else rows.movedim(-1, 0)).flatten(1).sum(1)
+    if not torch.allclose(rows, columns, rtol=1e-3, atol=1e-3):
+        yield "the backward drops other weights than the forward pass"
 
 
 def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",

@@ -104,14 +104,17 @@ _BY_CIRCUMSTANCE = (
     ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
-    ("set_num_threads", "threads"), (" calls", "state"), ("broadcast by", "layout"),
-    ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"),
+    ("set_num_threads", "threads"), ("set_default_dtype", "dtype"), (" calls", "state"),
+    ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
+    ("recording gradients", "mode"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
 # And by the fact that distinguishes failing calls.
 _BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
             ("softcap", "scale"), ("capacity", "capacity"), ("is_causal", "mask"),
             ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"))
+# Circumstances whose runs differ in more than the state of the kernel.
+_OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
 _NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
 STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
 MAX_RERUNS = 8                                 # failing cases that are rerun
@@ -166,6 +169,8 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
                 and passes_at_some_size(kernel, results, device)
                 and not (_rows_alone(kernel.op, where)
                          and is_wrong_in_few_rows(kernel, forward, device)))
+    if of_sizes and is_right_when_loaded_anew(kernel, forward, device):
+        return _state(forward)
     if of_sizes and "(it passes" in where and not any(r.circumstance for r in forward) \
             and not confirmed_arguments(kernel, forward, device):
         if max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device):
@@ -183,10 +188,14 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     if memory_fault:
         return memory_fault
     if is_right_when_loaded_anew(kernel, forward, device):
-        return "state", ("right where it is loaded anew, wrong after other calls: "
-                         f"{forward[0].detail}")
+        return _state(forward)
     names = {r.circumstance for r in forward}
     if all(names):                             # it fails only under circumstances
+        if (all("non-determinism" in r.kinds for r in forward)
+                and not any(word in name for name in names for word in _OTHER_CONTENTS)):
+            return "state", f"two runs with the same contents differ: {forward[0].detail}"
+        if all("filled with" in r.circumstance and "not finite" in r.kinds for r in forward):
+            return "overflow", f"right as it is, not finite elsewhere: {forward[0].detail}"
         for word, kind in _BY_CIRCUMSTANCE:
             if all(word in name for name in names):
                 return kind, (f"right as it is, wrong {_listed_names(sorted(names))}: "
@@ -255,6 +264,11 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         return ("distribution",
                 f"other tokens or probabilities than the contract's: {forward[0].detail}")
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
+
+
+def _state(forward: Sequence[CaseResult]) -> tuple[str, str]:
+    return "state", ("right where it is loaded anew, wrong after other calls: "
+                     f"{forward[0].detail}")
 
 
 def _named_facts(where: str) -> list[str]:

@@ -65,6 +65,7 @@ from .results import (
     Complaint,
     find_aliasing,
     find_foreign_memory,
+    find_wrong_container,
     find_wrong_shapes,
     storage_address,
 )
@@ -271,6 +272,7 @@ class Circumstance:
     runs = 2                                   # the second over poisoned and guarded memory
     even = True                                # no number is much larger than the others
     may_be_refused = False                     # by a GPU's library when called: the next one serves
+    any_dtype = False                          # it tells the same of every dtype
 
     def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
         return values
@@ -414,7 +416,11 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
     def run(arguments: dict[str, Any]) -> tuple[Any, ...]:
         nonlocal around
         around[DETERMINISTIC] = deterministic_mode()   # poisoned memory sets it
-        results = results_of(call(kernel, arguments))
+        answer = call(kernel, arguments)
+        results = results_of(answer)
+        if kernel.op.tensors:
+            complaints.extend(find_wrong_container(answer))
+        del answer                             # else it is one that holds the result
         complaints.extend(find_foreign_memory(results, arguments))
         differing = put_back(around, device)
         if differing:                          # else it is what the next run begins with

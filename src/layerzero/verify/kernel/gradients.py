@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from .contract import (
     CaseResult,
     call,
     case_values,
+    changed_by_formula,
     formula,
     may_be_chance,
     refusals,
@@ -36,7 +37,8 @@ from .contract import (
 from .error_budget import UNITS
 from .guarded import find_changes, snapshot, with_layout
 from .judging import judge_result
-from .results import Complaint
+from .process_state import COMPILING, ONCE, process_state, put_back
+from .results import Complaint, storage_address
 from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
@@ -83,11 +85,14 @@ def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[st
 
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
-                    only: str = "", again: bool = True, summed: bool = False) -> CaseResult:
+                    only: str = "", again: bool = True, summed: bool = False,
+                    source: int | None = None) -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
-    the gradient is that of a sum, one number expanded, and comes from another thread."""
+    the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
+    the only one of several results that is used."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
     circumstance += " from a sum" if summed else ""
+    circumstance += "" if source is None else f" from result {source} alone"
 
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
                detail: str = "",
@@ -105,17 +110,18 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     reasons = refusals(kernel, values)
     if reasons:
         return result("skipped", (), reasons)
-    before = snapshot(values)
+    before, state = snapshot(values), process_state(device, slow=False)
     try:
         results = results_of(call(kernel, values))
-        output_grads = _output_grads(results, summed)
+        output_grads = [g if source in (None, i) else None
+                        for i, g in enumerate(_output_grads(results, summed))]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
     contents = fingerprint(values)
     expected: ExpectedGradients = compute_once(
-        op, contents and ("gradients", contents, _wanting(values), summed,
+        op, contents and ("gradients", contents, _wanting(values), summed, source,
                           tuple((r.shape, r.dtype) for r in results)),
         lambda: _expected_gradients(op, values, output_grads))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
@@ -135,6 +141,12 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
     complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
+    changed = {name for name in put_back(state, device) if name not in (*ONCE, *COMPILING)}
+    if changed:
+        changed -= set(changed_by_formula(op, values, device))
+    complaints += [Complaint("global state", f"{name} changed during forward and backward")
+                   for name in sorted(changed)]
+    complaints += _shared_gradients(runs[0], runs[1], (*values.values(), *results, *output_grads))
     worst: Errors = (0.0, 0.0, 0.0)
     compared = ([r.detach() for r in results],) * 2
     for i, four_results in enumerate(zip(*compared, expected.exact, expected.eager)):
@@ -153,11 +165,23 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed) for i in range(RETRIES)]
+                                   summed, source) for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))
     return result("failed" if complaints else "passed", complaints, (), "", worst)
+
+
+def _shared_gradients(first: Mapping[str, Tensor], second: Mapping[str, Tensor],
+                      others: Sequence[Any]) -> Iterator[Complaint]:
+    """Yields gradients that two backward passes wrote to the same memory."""
+    known = {storage_address(t) for t in others if isinstance(t, Tensor)}
+    for name in first:
+        address = storage_address(first[name])
+        if first[name].numel() and address == storage_address(second[name]) \
+                and address not in known:
+            yield Complaint("aliasing", f"the gradient of {name} shares memory with that of "
+                                        "another backward pass")
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -53,6 +53,8 @@ def _version(t: Tensor) -> int:
 
 def _description(t: Tensor) -> dict[str, Any]:
     return {"shape": tuple(t.shape), "stride": t.stride(), "requires_grad": t.requires_grad,
+            "address": t.data_ptr(),
+            "hook": len(t._backward_hooks or ()),
             "grad": None if not t.is_leaf or t.grad is None else id(t.grad),
             "attribute": sorted(n for n in t.__dict__ if not n.startswith("_"))}
 
@@ -201,11 +203,11 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
 
 
 def with_distant_rows(t: Tensor) -> Tensor | None:
-    """Copies a tensor to rows that span 2^31 elements, so that offsets exceed 32 bits. Only written
-    pages take memory."""
+    """Copies a tensor to rows that span 2^31 elements, so that offsets exceed 32 bits; on a CPU
+    2^32, so that unsigned ones do. Only written pages take memory."""
     if t.dim() < 2 or t.shape[0] < 2 or not t.numel():
         return None
-    row_stride = (1 << 31) // (t.shape[0] - 1) + t[0].numel()
+    row_stride = (1 << (32 if t.device.type == "cpu" else 31)) // (t.shape[0] - 1) + t[0].numel()
     storage = _address_space((t.shape[0] - 1) * row_stride + t[0].numel(), t)
     if storage is None:
         return None

@@ -173,7 +173,8 @@ def find_nondeterminism(results: Sequence[tuple[Tensor, ...]], jit: bool) -> Ite
     first, poisoned, *others = results
     for other in others if jit else (poisoned, *others):
         if not all(map(same, first, other)):
-            worst = max(largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
+            worst = max(largest((a.double() - b.double()).abs()) if a.shape == b.shape
+                        else math.inf for a, b in zip(first, other))
             yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
                 ", the second over poisoned memory" if other is poisoned else ""))
             return

@@ -30,6 +30,7 @@ from .cases import (
     is_accepted,
     is_degenerate,
     relative_cost,
+    small_stress,
 )
 from .contract import (
     case_facts,
@@ -165,6 +166,24 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+
+
+@lru_cache(maxsize=64)
+def case_by_case_sizes(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns the op's own cases with one size that they do not name as one, and as that of a
+    tile, the others small: a path for one row, or for one head size, has its own arguments. In the
+    quick lane those that the seed draws."""
+    rng, numbers = random.Random(f"sizes of cases {op.name} {seed}"), numbers_of(op)
+    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
+             for n, d in numbers.items() if n not in op.by_name}
+    tiles = (32, 64, 128)
+    cases = [({**small, **case, name: n if type(small[name]) is int else (n,)},)
+             for case in (*op.cases, *small_stress(op)) if case.keys() - numbers.keys()
+             for name in small if name not in case
+             for n in (1, *((rng.choice(tiles),) if lane == "quick" else tiles))]
+    # making a BlockMask costs more than a call
+    most = 32 if any(p.kind == "object" for p in op.params) else 64
+    return tuple(rng.sample(cases, min(len(cases), most)) if lane == "quick" else cases)
 
 
 @lru_cache(maxsize=64)

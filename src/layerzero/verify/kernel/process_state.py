@@ -126,9 +126,33 @@ def _modes() -> tuple[Any, ...]:
             torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
 
 
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGABRT", "SIGALRM",
+                                                    "SIGCHLD") if hasattr(signal, name))
+
+
 def _interpreter() -> tuple[Any, ...]:
     return (sys.getrecursionlimit(), os.getcwd(), locale.setlocale(locale.LC_ALL),
-            signal.getsignal(signal.SIGINT))
+            *map(signal.getsignal, _SIGNALS), sys.gettrace(), sys.getprofile(), sys.excepthook,
+            tuple(sys.path))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)                     # there is no other way to read it
+    os.umask(mask)
+    return mask
+
+
+def _put_back_umask(before: int) -> None:
+    os.umask(before)
+
+
+def _functions() -> dict[str, Any]:
+    """Returns torch's functions, which a library may have put others in place of."""
+    return dict(vars(torch.nn.functional))
+
+
+def _put_back_functions(before: dict[str, Any]) -> None:
+    vars(torch.nn.functional).update(before)
 
 
 def _numpy_errors() -> Any:
@@ -183,6 +207,9 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("a TF32 or reduced-precision flag", _cuda_precision),
     Setting("fp32_precision", _newer_precision),
     Setting("oneDNN", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Setting("the engine of quantized products", torch._C._get_qengine, torch._C._set_qengine),
+    Setting("a function of torch", _functions, _put_back_functions, slow=True),
+    Setting("the mask of new files", _umask, _put_back_umask, slow=True),
     Setting("cuDNN", lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(),
                               torch._C._get_cudnn_deterministic())),
     Setting("which of torch's attentions are enabled", _sdpa, _put_back_sdpa),
@@ -192,7 +219,8 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("the state of numpy's random numbers", _numpy_random, slow=True),
     Setting("the environment", _environment, _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),
-    Setting("the interpreter (recursion limit, folder, locale, SIGINT)", _interpreter),
+    Setting("the interpreter (recursion limit, folder, locale, signals, module path)",
+            _interpreter),
     Setting("the cores that this thread may use", _cores, _put_back_cores),
     Setting("how often threads are switched", sys.getswitchinterval, sys.setswitchinterval),
     Setting("the warnings that are shown", lambda: list(warnings.filters), _put_back_filters,
@@ -220,7 +248,7 @@ def _settings(device: str) -> tuple[Setting, ...]:
 
 # What compiling a kernel may change once: it happens on a first call only.
 COMPILING = ("the environment", "the garbage collector", "the number of Python threads",
-             "the interpreter (recursion limit, folder, locale, SIGINT)")
+             "the interpreter (recursion limit, folder, locale, signals, module path)")
 
 
 def process_state(device: str, slow: bool = True) -> dict[str, Any]:

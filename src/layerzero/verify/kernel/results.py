@@ -33,6 +33,13 @@ def find_wrong_shapes(got: Sequence[Any], declared: Sequence[Tensor]) -> Iterato
                             f"contract says {tuple(b.shape)} {b.dtype} on {b.device.type}")
 
 
+def find_wrong_container(answer: Any) -> Iterator[Complaint]:
+    """One result is a tensor, several are a tuple: callers test for either."""
+    if isinstance(answer, list) or (isinstance(answer, tuple) and len(answer) == 1):
+        yield Complaint("shape", f"returned a {type(answer).__name__} of {len(answer)}, not a "
+                                 f"{'tensor' if len(answer) == 1 else 'tuple'}")
+
+
 def find_aliasing(runs: Sequence[tuple[Any, ...]],
                   values: Mapping[str, Any]) -> Iterator[Complaint]:
     inputs = {storage_address(v): name for name, v in values.items() if isinstance(v, Tensor)

@@ -28,6 +28,7 @@ from .readings import chunk_size, small_numbers
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
 MAX_SEQUENCES = 1 << 20
+LONG = 70                                      # keys of one of the small sequences
 MAX_CHUNK = 512                               # of queries, that medium inputs exceed
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
@@ -193,8 +194,12 @@ class _Maker:
             counts = queries = self._cut(self.sizes.get(total_k), n, self.size.keys, 1)
         else:
             counts = self._beyond(least, self.sizes.get(total_k), most)
+            if counts and total_k not in self.sizes and self.size is SIZES["small"]:
+                # one is longer than a window or a tile may be
+                counts[0] = max(counts[0], math.ceil(LONG / self.page_size))
         pages = counts if paged else []
-        keys = [self._length(c, q) for c, q in zip(counts, queries)] if paged else list(counts)
+        keys = [self._length(c, q, full=i == 0) for i, (c, q) in enumerate(zip(counts, queries))
+                ] if paged else list(counts)
         for axis, amount in ((total_q, sum(queries)), (total_k, sum(counts))):
             if axis in self.d.var_axes:
                 self.sizes.setdefault(axis, amount)
@@ -245,14 +250,16 @@ class _Maker:
             return self._cut(total, len(minimums), maximum, 0)
         return [a + b for a, b in zip(minimums, self._cut(rest, len(minimums), maximum, 0))]
 
-    def _length(self, pages: int, queries: int) -> int:
-        """Keys of a sequence with so many pages; its last page is rarely full."""
+    def _length(self, pages: int, queries: int, full: bool) -> int:
+        """Keys of a sequence with so many pages; its last page is rarely full, unless it shall be.
+        """
         if not pages:
             return 0
-        full = pages * self.page_size
-        low = min(max(full - self.page_size + 1, queries), full)
-        return (int(torch.randint(low, full + 1, (), generator=self.gen))
-                if "last_page_len" in " ".join(self.ints) or self.table else full)
+        most = pages * self.page_size
+        low = min(max(most - self.page_size + 1, queries), most)
+        drawn = int(torch.randint(low, most + 1, (), generator=self.gen))
+        partly = "last_page_len" in " ".join(self.ints) or self.table
+        return drawn if partly and not full else most
 
     # values
 
@@ -287,7 +294,7 @@ class _Maker:
         if "scale" in low and not re.search(r"(^|_)[kv]_?scale", low):
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
                     if s.floating and s.shape and _QUERY.search(n)]
-            return 1.0 / math.sqrt(sum(dims) or 1)
+            return 0.9 / math.sqrt(sum(dims) or 1)     # no default: it must be read
         return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
 
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
@@ -329,7 +336,8 @@ class _Maker:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
         drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
         if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
-            drawn = drawn * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
+            # a mean that is not zero: RMSNorm does not subtract it
+            drawn = (drawn + 0.3) * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return drawn.to(getattr(torch, dtype))
 
     def _magnitudes(self, rows: int) -> Tensor:

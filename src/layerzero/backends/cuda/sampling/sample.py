@@ -65,7 +65,7 @@ def config(batch: int, vocab: int, device: torch.device) -> Config:
 
 @lru_cache(maxsize=256)
 def _reciprocal(temperature: float) -> float:
-    return float(1.0 / torch.tensor(temperature))              # in float32
+    return float(1.0 / torch.tensor(temperature, dtype=torch.float32))
 
 
 @lru_cache(maxsize=4096)

@@ -152,20 +152,29 @@ def case_outline(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu
 def case_tensors(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                  seed: int = 0) -> dict[str, Tensor]:
     """Returns the tensors of a case on the meta device."""
-    tensors: dict[str, Tensor] = compute_once(
-        op, ("tensors", *case_contents(case, dtype, device, seed)),
-        lambda: {name: v.to("meta") for name, v in case_outline(op, case, dtype, device,
-                                                                seed).items()
-                 if isinstance(v, Tensor)})
+    return _tensors_once(op, case_contents(case, dtype, device, seed),
+                         partial(case_outline, op, case, dtype, device, seed))
+
+
+def _tensors_once(op: Op, contents: tuple[Any, ...],
+                  outline: Callable[[], Mapping[str, Any]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = compute_once(op, ("tensors", *contents), lambda: {
+        name: v.to("meta") for name, v in outline().items() if isinstance(v, Tensor)})
     return tensors
 
 
 def case_facts(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                seed: int = 0) -> Mapping[str, Any]:
     """Returns the facts of a case, which are read once."""
-    facts: Mapping[str, Any] = compute_once(
-        op, ("facts", *_state_of_facts(op), *case_contents(case, dtype, device, seed)),
-        lambda: read(op, case_outline(op, case, dtype, device, seed)))
+    contents = case_contents(case, dtype, device, seed)
+
+    def compute() -> Mapping[str, Any]:
+        outline = case_outline(op, case, dtype, device, seed)
+        if relative_size(op, case) > SMALL:    # it is not kept, nor drawn again for its shapes
+            _tensors_once(op, contents, lambda: outline)
+        return read(op, outline)
+
+    facts: Mapping[str, Any] = compute_once(op, ("facts", *_state_of_facts(op), *contents), compute)
     return facts
 
 
@@ -212,7 +221,7 @@ def _broken_rules(kernel: Kernel, facts: Mapping[str, Any]) -> tuple[Reason, ...
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
     """Runs the kernel as the dispatcher would, with the views its layout needs."""
-    arguments = with_own_generators(values)
+    arguments = with_own_generators(kernel.op, values)
     return bind_call(kernel, values)(*(arguments[p.name] for p in kernel.op.params))
 
 
@@ -231,7 +240,7 @@ def bind_once(kernel: Kernel, variant: str) -> Callable[..., Any]:
 
 def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the results of the op's reference."""
-    return results_of(op.reference(**with_own_generators(values)))
+    return results_of(op.reference(**with_own_generators(op, values)))
 
 
 def eager_results(op: Op, values: Mapping[str, Any], key: Hashable | None) -> tuple[Any, ...]:
@@ -485,8 +494,9 @@ def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
             for name, v in values.items()}
 
 
-def with_own_generators(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_own_generators(op: Op, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Copies the generators among the values: every call draws the same numbers."""
-    return {name: torch.Generator(v.device).set_state(v.get_state())
-            if isinstance(v, torch.Generator) else v
-            for name, v in values.items()}
+    given = {p.name: values[p.name] for p in op.params if p.kind == "generator"}
+    copies = {name: torch.Generator(v.device).set_state(v.get_state())
+              for name, v in given.items() if isinstance(v, torch.Generator)}
+    return {**values, **copies} if copies else values

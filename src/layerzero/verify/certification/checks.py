@@ -51,7 +51,8 @@ from .invariance import check_invariance
 
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
-HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
+# Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
+HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 
 
 def checks_of(kernel: Kernel, device: str, lane: str,
@@ -159,7 +160,7 @@ def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
             or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):
         return cell
     smaller = with_small_sizes(op, case)
-    fewer = with_few_items(op, smaller) if is_costly(op, smaller, HALF_FLOPS) else smaller
+    fewer = with_few_items(op, smaller) if is_costly(op, smaller, LONG_HALF_FLOPS) else smaller
     return next(((other, dtype) for other in (fewer, smaller)
                  if _accepts(kernel, (other, dtype), device, seed)), cell)
 

@@ -12,7 +12,7 @@ from layerzero.ops.block_sparse_attention import OP as BLOCK_SPARSE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.verify.certification.certify import SlowCases
 from layerzero.verify.kernel import shared
-from layerzero.verify.kernel.cases import with_small_sizes
+from layerzero.verify.kernel.cases import with_few_items, with_small_sizes
 from layerzero.verify.kernel.contract import case_values, check_case
 from layerzero.verify.kernel.shared import Kept, copy_values, fingerprint
 from layerzero.world import snapshot as worlds
@@ -85,8 +85,10 @@ def test_what_is_kept_has_a_bound_and_ends_with_the_op(monkeypatch: pytest.Monke
     monkeypatch.setattr(shared, "ALL_BYTES", 4096)
     kept = Kept()
     assert kept.find(RMS_NORM, "a") is None
-    assert kept.keep(RMS_NORM, "a", 1, 2000) and not kept.keep(RMS_NORM, "b", 2, 2000)
-    assert kept.find(RMS_NORM, "a") == 1 and kept.find(RMS_NORM, "b") is None
+    assert all(kept.keep(RMS_NORM, name, name, 900) for name in "ab")
+    assert kept.find(RMS_NORM, "a") == "a" and kept.keep(RMS_NORM, "c", "c", 900)
+    assert [kept.find(RMS_NORM, name) for name in "abc"] == ["a", None, "c"]
+    assert not kept.keep(RMS_NORM, "d", "d", shared.ENTRY_BYTES + 1)
     assert kept.find(ATTENTION, "a") is None and kept.find(RMS_NORM, "a") is None
 
 
@@ -99,6 +101,11 @@ def test_a_slow_case_leaves_out_those_of_as_many_rows_but_none_of_the_ops_own() 
     costly.add({"sq": 320, "sk": 320, "b": 3})
     assert costly.leave_out({"sq": 320, "sk": 320, "b": 3}) and not costly.leave_out(many)
     assert not any(map(slow.leave_out, ATTENTION.cases))
+
+
+def test_a_case_of_fewer_items_keeps_what_it_names() -> None:
+    assert with_few_items(ATTENTION, {"sq": 192, "hkv": 1}) == {"sq": 192, "hkv": 1, "hq": 2}
+    assert with_few_items(ATTENTION, {"hq": 6}) == {"hq": 6, "hkv": 2}
 
 
 def test_a_smaller_case_keeps_what_it_names() -> None:

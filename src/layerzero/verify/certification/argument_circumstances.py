@@ -5,7 +5,7 @@ of a format, all tensors strided at once, and one tensor alone that changed sinc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -251,10 +251,11 @@ class UnusedPages(Circumstance):
         return {**values, PAGES: torch.where(table < 0, 2 ** 31 - 1, table)}
 
 
-def optional_tensors(op: Op) -> list[str]:
+@lru_cache(maxsize=64)
+def optional_tensors(op: Op) -> tuple[str, ...]:
     """Returns the tensors that a call may leave out, but for those that make it repeatable."""
-    return [p.name for p in op.params if not p.required and p.name in op.tensors
-            and p.name not in RANDOM]
+    return tuple(p.name for p in op.params if not p.required and p.name in op.tensors
+                 and p.name not in RANDOM)
 
 
 def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from ..kernel.cases import (
     is_costly,
     is_degenerate,
     own_keys,
+    with_few_items,
     with_small_sizes,
 )
 from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
@@ -63,7 +64,8 @@ from .invariance import check_invariance
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
 COMPILES_S = 1.0
 SIZES_S = {"quick": 2.0}                       # of CPU time for the sizes of two arguments
-HALF_FLOPS = 4e6                               # of a case that takes bfloat16 a tenth of a second
+# Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
+HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 
 
 def checks_of(kernel: Kernel, device: str, lane: str,
@@ -109,7 +111,7 @@ def checks_of(kernel: Kernel, device: str, lane: str,
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed,
-                          largest(op, [c for c, d in cells if d == dtype], dtype, device))
+                          largest(op, [c for c, d in cells if d == dtype], dtype, device, seed))
             yield from _invariance_checks(kernel, cells, device, lane, seed)
             if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
@@ -181,8 +183,10 @@ def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
     if (dtype != "bfloat16" or not is_costly(op, case, HALF_FLOPS)
             or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):
         return cell
-    smaller = with_small_sizes(op, case), dtype
-    return smaller if _accepts(kernel, smaller, device, seed) else cell
+    smaller = with_small_sizes(op, case)
+    fewer = with_few_items(op, smaller) if is_costly(op, smaller, LONG_HALF_FLOPS) else smaller
+    return next(((other, dtype) for other in (fewer, smaller)
+                 if _accepts(kernel, (other, dtype), device, seed)), cell)
 
 
 def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
@@ -211,7 +215,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     first = True
     for dtype in dtypes[:1] if _is_formula(kernel, lane) else dtypes:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
-        ranked = most_tensors_first(op, accepted, device)
+        ranked = most_tensors_first(op, accepted, device, seed)
         for _, (case, dtype) in ranked[:count]:
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for circumstance in circumstances(op, lane)
@@ -247,7 +251,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     accepted = next(filter(None, by_dtype), [])
     if not op.tensors or not accepted:
         return
-    plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
+    plain, (case, dtype) = accepted[0], smallest(op, accepted, device, seed)
     calls = 1200 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)

@@ -72,9 +72,10 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     by_key = {case_key(c): c for c in op.cases}
     rng = random.Random(f"{op.name} {seed}")
     sizes, crossings = {"quick": (FEW_SIZES, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
-    stress = [c for c in op.stress if is_accepted(op, c, None)]
-    candidates = [*stress, *(c for c in _sweep(op, sizes) if is_accepted(op, c)),
-                  *_cross(op, rng, crossings, stress)]
+    # as they are run: what is drawn and computed here is not drawn and computed again
+    stress = [c for c in op.stress if is_accepted(op, c, None, seed)]
+    candidates = [*stress, *(c for c in _sweep(op, sizes) if is_accepted(op, c, seed=seed)),
+                  *_cross(op, rng, crossings, stress, seed)]
     for case in candidates:
         by_key.setdefault(case_key(case), case)
     return tuple(by_key.values())
@@ -131,7 +132,8 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
                   if name in given][:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
-            nearest = sorted(accepted, key=lambda row: -len(row[2] & donor_given))[:6]  # type: ignore[misc]
+            nearest = sorted(accepted, key=lambda row: (-len(row[2] & donor_given),  # type: ignore[misc]
+                                                        relative_size(op, row[1])))[:6]
             candidates += _combinations(op, name, donor,
                                         [(case, dtype) for dtype, case, _, _ in nearest], takes)
             if candidates and candidates[-1][0]:
@@ -143,8 +145,12 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
 def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, str]],
                   takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[
                       tuple[bool, ArgumentCase]]:
-    """Yields (does the argument affect the result?, case) up to the first where it does."""
+    """Yields (does the argument affect the result?, case) up to the first where it does. What is
+    found of a case at one dtype holds at the others."""
+    taken: set[str] = set()
     for base, dtype in bases:
+        if case_key(base) in taken:
+            continue
         joined = ({**base, **donor}, {**donor, **base},
                   *({**base, param: donor[param]} for param in donor))
         base_size = relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
@@ -156,6 +162,7 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
             values = with_argument(op, candidate, dtype)
             if (values is not None and name in given_arguments(op, values)
                 and takes(read(op, values))):
+                taken.add(case_key(base))
                 affects = _affects_result(op, values, name)
                 yield affects, candidate
                 if affects:
@@ -180,8 +187,8 @@ def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
 def known_cases(op: Op, lane: str, seed: int,
                 dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
     """Returns every case of a lane with its given arguments and its facts."""
-    return tuple((case, given_arguments(op, case_outline(op, case, dtype)),
-                  case_facts(op, case, dtype)) for case in cases_for(op, lane, seed))
+    return tuple((case, given_arguments(op, case_outline(op, case, dtype, seed=seed)),
+                  case_facts(op, case, dtype, seed=seed)) for case in cases_for(op, lane, seed))
 
 
 def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str = "cpu",
@@ -212,13 +219,24 @@ def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
 def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:
     """Returns the case with the sizes that it does not name at most so large; itself where they are
     or where that is no call."""
-    def smaller() -> Case:
-        sizes = {n: most if type(d) is int else tuple(min(i, most) for i in d)
-                 for n, d in numbers_of(op).items() if n not in (*op.by_name, *case)
-                 and (d if type(d) is int else max(d)) > most}
-        return {**case, **sizes} if sizes and is_accepted(op, {**case, **sizes}, None) else case
+    return _with_sizes(op, case, {n: most if type(d) is int else tuple(min(i, most) for i in d)
+                                  for n, d in numbers_of(op).items()
+                                  if (d if type(d) is int else max(d)) > most})
 
-    chosen: Case = compute_once(op, ("small sizes", repr(case), most), smaller)
+
+def with_few_items(op: Op, case: Case, most: int = 16, few: int = 2) -> Case:
+    """Returns the case with at most a few of what it does not name and there are not many of, such
+    as heads and items of a batch; itself where that is no call."""
+    return _with_sizes(op, case, {n: few for n, d in numbers_of(op).items()
+                                  if type(d) is int and few < d <= most})
+
+
+def _with_sizes(op: Op, case: Case, sizes: Mapping[str, Any]) -> Case:
+    def compute() -> Case:
+        others = {n: size for n, size in sizes.items() if n not in (*op.by_name, *case)}
+        return {**case, **others} if others and is_accepted(op, {**case, **others}, None) else case
+
+    chosen: Case = compute_once(op, ("with sizes", repr(case), repr(sizes)), compute)
     return chosen
 
 
@@ -242,7 +260,8 @@ def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
             yield {name: (*default, *default)}
 
 
-def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case]) -> Iterator[Case]:
+def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case],
+           seed: int) -> Iterator[Case]:
     pool, numbers = [*op.cases, *stress], list(numbers_of(op).items())
     yielded = 0
     for _ in range(6 * count):
@@ -254,28 +273,28 @@ def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case]) -> It
         for name, default in rng.sample(numbers, min(len(numbers), rng.choice((0, 1, 1, 2)))):
             case[name] = rng.choice(SIZES[:30]) if type(default) is int else tuple(
                 rng.choice(SIZES[:20]) for _ in range(rng.choice((1, 2, 3))))
-        if is_accepted(op, case):
+        if is_accepted(op, case, seed=seed):
             yielded += 1
             yield case
 
 
-def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
+def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS, seed: int = 0) -> bool:
     """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
     if limit is not None and relative_size(op, case) > 40:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            facts = case_facts(op, case, op.dtypes[0])
+            facts = case_facts(op, case, op.dtypes[0], seed=seed)
             if any(rule.check(facts) is not None for rule in op.requires):
                 return False
-            if limit is not None and (_cost(op, case, facts) > limit
+            if limit is not None and (_cost(op, case, facts, seed) > limit
                                       or is_degenerate(op, facts)):
                 return False
-            values = case_values_to_read(op, case, op.dtypes[0])
+            values = case_values_to_read(op, case, op.dtypes[0], seed=seed)
             if op.extra_check is not None:
                 op.extra_check(values, facts)
-            eager_results(op, values, case_contents(case, op.dtypes[0]))
+            eager_results(op, values, case_contents(case, op.dtypes[0], seed=seed))
         except FAULTS:                         # an invalid combination may raise anything
             return False
     return True
@@ -295,8 +314,8 @@ def is_degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
     return op.family == "norm" and facts.get("hidden") == 1
 
 
-def _cost(op: Op, case: Case, facts: Mapping[str, Any]) -> float:
-    elements = sum(t.numel() for t in case_tensors(op, case, op.dtypes[0]).values())
+def _cost(op: Op, case: Case, facts: Mapping[str, Any], seed: int = 0) -> float:
+    elements = sum(t.numel() for t in case_tensors(op, case, op.dtypes[0], seed=seed).values())
     return max(_flops(op, facts), elements / MAX_ELEMENTS * MAX_FLOPS)
 
 

@@ -12,13 +12,13 @@ Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 
 
 def most_tensors_first(op: Op, cells: Iterator[Cell],
-                        device: str) -> list[tuple[frozenset[tuple[str, str]], Cell]]:
+                       device: str, seed: int) -> list[tuple[frozenset[tuple[str, str]], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names and dtypes of
     those; last come cells whose main tensor has a dimension of one or short rows. Strided or empty
     ones are left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[tuple[str, str]], Cell]] = []
     for cell in cells:
-        tensors = case_tensors(op, cell[0], cell[1], device)
+        tensors = case_tensors(op, cell[0], cell[1], device, seed)
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
             flat = (main is None or main.dim() < 2 or min(main.shape) < 2
@@ -32,10 +32,10 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
 
 
 def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
-             device: str) -> Mapping[str, Any]:
+            device: str, seed: int) -> Mapping[str, Any]:
     """Returns the case with the most rows that is not large."""
     def rows(case: Mapping[str, Any]) -> int:
-        main = case_tensors(op, case, dtype, device).get(op.main_tensor)
+        main = case_tensors(op, case, dtype, device, seed).get(op.main_tensor)
         if main is None or not main.numel() or main.numel() > 1 << 16:
             return 0
         return main.numel() // main.shape[-1] if main.dim() else 1
@@ -43,10 +43,10 @@ def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
     return max(cases, key=rows)
 
 
-def smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
+def smallest(op: Op, cells: Sequence[Cell], device: str, seed: int) -> Cell:
     """Returns the smallest cell with more than a few elements of its main tensor."""
     def size(cell: Cell) -> int:
-        tensors = case_tensors(op, cell[0], cell[1], device)
+        tensors = case_tensors(op, cell[0], cell[1], device, seed)
         elements = sum(t.numel() for t in tensors.values())
         return elements if tensors[op.main_tensor].numel() > 1 else 1 << 40
 

@@ -153,20 +153,28 @@ def case_outline(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu
 def case_tensors(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                  seed: int = 0) -> dict[str, Tensor]:
     """Returns the tensors of a case on the meta device."""
-    tensors: dict[str, Tensor] = compute_once(
-        op, ("tensors", *case_contents(case, dtype, device, seed)),
-        lambda: {name: v.to("meta") for name, v in case_outline(op, case, dtype, device,
-                                                                seed).items()
-                 if isinstance(v, Tensor)})
+    return _tensors_once(op, case_contents(case, dtype, device, seed),
+                         partial(case_outline, op, case, dtype, device, seed))
+
+
+def _tensors_once(op: Op, contents: Hashable, outline: Callable[[], Any]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = compute_once(op, ("tensors", contents), lambda: {
+        name: v.to("meta") for name, v in outline().items() if isinstance(v, Tensor)})
     return tensors
 
 
 def case_facts(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                seed: int = 0) -> Mapping[str, Any]:
     """Returns the facts of a case, which are read once."""
-    facts: Mapping[str, Any] = compute_once(
-        op, ("facts", *_state_of_facts(op), *case_contents(case, dtype, device, seed)),
-        lambda: read(op, case_outline(op, case, dtype, device, seed)))
+    contents = case_contents(case, dtype, device, seed)
+
+    def compute() -> Mapping[str, Any]:
+        outline = case_outline(op, case, dtype, device, seed)
+        if relative_size(op, case) > SMALL:    # it is not kept, nor drawn again for its shapes
+            _tensors_once(op, contents, lambda: outline)
+        return read(op, outline)
+
+    facts: Mapping[str, Any] = compute_once(op, ("facts", *_state_of_facts(op), *contents), compute)
     return facts
 
 
@@ -491,8 +499,8 @@ def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
             for name, v in values.items()}
 
 
-def with_own_generators(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_own_generators(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Copies the generators among the values: every call draws the same numbers."""
-    return {name: torch.Generator(v.device).set_state(v.get_state())
-            if isinstance(v, torch.Generator) else v
-            for name, v in values.items()}
+    copies = {name: torch.Generator(v.device).set_state(v.get_state())
+              for name, v in values.items() if type(v) is torch.Generator}     # isinstance is slow
+    return {**values, **copies} if copies else values

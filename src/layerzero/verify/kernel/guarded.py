@@ -3,6 +3,7 @@ other layouts."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import warnings
@@ -24,13 +25,13 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 # Watching memory.
 
-Watched = tuple[Tensor, int, dict[str, Any]]
+Watched = tuple[Tensor | bytes, int, dict[str, Any]]
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
     """Copies the whole storage, version and description of every tensor; of very large storages
     only the elements."""
-    return {name: (_watched_bytes(v).clone(), _version(v), _description(v))
+    return {name: (_bytes_in(v), _version(v), _description(v))
             for name, v in values.items() if isinstance(v, Tensor)}
 
 
@@ -40,7 +41,7 @@ def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> It
         if differing:
             yield f"{name} has another {' and another '.join(differing)} after the call"
             continue
-        if not torch.equal(_watched_bytes(values[name]), original):
+        if not _equal_bytes(_bytes_in(values[name]), original):
             yield f"{name} was overwritten"
         elif _version(values[name]) != version:
             yield (f"{name} was written to (its version went from {version} to "
@@ -59,13 +60,19 @@ def _description(t: Tensor) -> dict[str, Any]:
             "attribute": sorted(n for n in t.__dict__ if not n.startswith("_"))}
 
 
-def _watched_bytes(t: Tensor) -> Tensor:
-    if t.untyped_storage().nbytes() > MAX_BYTES:
-        return t.detach().contiguous().reshape(-1).view(torch.uint8)
+def _bytes_in(t: Tensor) -> Tensor | bytes:
+    """Returns a copy of the storage, of a very large one of the elements alone. Bytes where the
+    processor can read them: they are copied and compared faster than a tensor."""
     storage = t.untyped_storage()
-    # words where it consists of them: torch compares element by element
-    word = torch.uint8 if storage.nbytes() % 8 else torch.int64
-    return torch.empty(0, dtype=word, device=t.device).set_(storage)
+    if storage.nbytes() > MAX_BYTES:
+        return t.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+    if storage.device.type == "cpu":
+        return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage).clone()
+
+
+def _equal_bytes(a: Tensor | bytes, b: Tensor | bytes) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 
 # Poisoned memory.

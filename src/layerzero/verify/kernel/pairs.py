@@ -88,7 +88,7 @@ def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, A
                  for n, values in levels.items()}
         case = {**small, **{n: v for n, v in options.items() if v != levels[n][0]}}
         dtype = dtypes[i % len(dtypes)]
-        facts = _allowed_facts(op, case, dtype)
+        facts = _allowed_facts(op, case, dtype, seed)
         if facts is not None:
             named = sorted((n, repr(v)) for n, v in options.items())
             masking = {(n, repr(v)) for n, v in options.items()
@@ -118,16 +118,16 @@ def _masks(op: Op, case: Case) -> bool:
     return _MASKING[key]
 
 
-def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
+def _allowed_facts(op: Op, case: Case, dtype: str, seed: int = 0) -> Mapping[str, Any] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            facts = case_facts(op, case, dtype)
+            facts = case_facts(op, case, dtype, seed=seed)
             if any(rule.check(facts) is not None for rule in op.requires) or is_degenerate(op,
                                                                                           facts):
                 return None
             if op.extra_check is not None:
-                op.extra_check(case_outline(op, case, dtype), facts)
+                op.extra_check(case_outline(op, case, dtype, seed=seed), facts)
         except FAULTS:                         # an invalid combination may raise anything
             return None
     return facts
@@ -293,7 +293,7 @@ def long_sums(op: Op, seed: int) -> list[Case]:
     shorter = ({n: s // 4 if type(s) is int and s > 1000 else
                 tuple(i // 4 if i > 1000 else i for i in s) if isinstance(s, tuple) else s
                 for n, s in case.items()} for case in plain)
-    return list(islice((case for case in shorter if is_accepted(op, case, None)), 2))
+    return list(islice((case for case in shorter if is_accepted(op, case, None, seed)), 2))
 
 
 def _are_lengths(op: Op, small: Case, many: Case) -> bool:

@@ -9,7 +9,9 @@ judged by the same numbers.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,10 +27,11 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
 class Kept:
-    """What was computed for one op, by key, up to so many bytes; another op empties it."""
+    """What was computed for one op, by key, up to so many bytes: what was not asked for the longest
+    makes room. Another op empties it."""
 
     def __init__(self) -> None:
-        self.by_key: dict[Hashable, Any] = {}
+        self.by_key: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.begin(None)
 
     def begin(self, op: Op | None) -> None:
@@ -38,14 +41,21 @@ class Kept:
     def find(self, op: Op, key: Hashable) -> Any:
         if self.op is not op:
             self.begin(op)
-        return self.by_key.get(key)
+        entry = self.by_key.get(key)
+        if entry is None:
+            return None
+        self.by_key.move_to_end(key)
+        return entry[0]
 
     def keep(self, op: Op, key: Hashable, value: Any, nbytes: int) -> bool:
         """Keeps a value, or returns that it is too large."""
-        if self.op is not op or nbytes > ENTRY_BYTES or self.nbytes + nbytes > ALL_BYTES:
+        if self.op is not op or nbytes > ENTRY_BYTES:
             return False
-        self.by_key[key] = value
-        self.nbytes += nbytes + 1024           # of the entry itself
+        nbytes += 1024                         # of the entry itself
+        while self.by_key and self.nbytes + nbytes > ALL_BYTES:
+            self.nbytes -= self.by_key.popitem(last=False)[1][1]
+        self.by_key[key] = value, nbytes
+        self.nbytes += nbytes
         return True
 
 
@@ -117,9 +127,13 @@ def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies tensors with all of their storage; those that share it share the copy. A BlockMask
     takes torch longer to make than its lists to copy."""
     storages: dict[int, torch.UntypedStorage] = {}
+    addresses = [v.untyped_storage().data_ptr() for v in values.values() if isinstance(v, Tensor)]
+    all_differ = len(set(addresses)) == len(addresses)
 
     def copy(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
+        if all_differ and t.is_contiguous() and t.nbytes == storage.nbytes() and not t._is_view():
+            return t.clone()
         if storage.data_ptr() not in storages:
             storages[storage.data_ptr()] = storage.clone()
         copied = torch.empty(0, dtype=t.dtype).set_(storages[storage.data_ptr()],
@@ -145,11 +159,13 @@ def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
     not plain or large."""
     digest, functions, layout, nbytes = hashlib.sha256(), [], "", 0
     for name, value in _flattened(values):
-        value = value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-        if callable(value):                    # of a BlockMask; copies of it have the same
+        if isinstance(value, Tensor):
+            value = value.detach() if value.requires_grad else value
+        elif callable(value):                  # of a BlockMask; copies of it have the same
             functions.append(value)
             continue
-        if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        elif (not isinstance(value, _CONSTANTS) and isinstance(value, torch.Generator)
+              and value.device.type == "cpu"):
             value = value.get_state()          # the formula draws from a copy of it
         if not _is_plain(value):
             return None
@@ -161,8 +177,9 @@ def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
             return None
         digest.update(f"{name}:{value.dtype}{tuple(value.shape)};".encode())
         layout += f"{name}:{value.stride()}{value.data_ptr() % 64};"
-        flat = value.contiguous().as_strided((value.numel(),), (1,))    # of one element too
-        digest.update(flat.view(torch.uint8).numpy().data)
+        contiguous = value.contiguous()
+        if value.numel():
+            digest.update(ctypes.string_at(contiguous.data_ptr(), contiguous.nbytes))
     return Fingerprint((digest.digest(), *functions), layout)
 
 

@@ -255,7 +255,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     calls = 1200 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
-    with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device)
+    with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
     yield from (partial(check_non_finite, kernel, *cell, device, seed)
                 for cell in (plain, *(cell for _, cell in with_most[:1] if cell != plain)))
     yield from (partial(check_output_margins, kernel, *cell, device, seed)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -63,6 +63,7 @@ from .process_state import (
 )
 from .results import (
     Complaint,
+    compare_values,
     find_aliasing,
     find_foreign_memory,
     find_wrong_container,
@@ -351,7 +352,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed", complaints=[Complaint("fault", str(reason))])
     values = prepared
     if not op.tensors:
-        complaints += _compare_values(results, formula(op, values))
+        complaints += compare_values(results, formula(op, values))
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = results[:2]
     with torch.no_grad():
@@ -469,13 +470,6 @@ def changed_by_formula(op: Op, values: dict[str, Any], device: str) -> list[str]
         torch.nn.functional.linear(*torch.ones((2, 32, 32), dtype=dtype, device=device))
     after = process_state(device)
     return [name for name in before if before[name] != after[name]]
-
-
-def _compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
-    """Compares results that are no tensors: they must equal the reference's in every run."""
-    differing = next((g for g in got if g != want), None)
-    if differing is not None:
-        yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")
 
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None,

@@ -114,3 +114,10 @@ def has_holes(out: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
                 and not bool((y == torch.iinfo(x.dtype).max).any())):
                 return True
     return False
+
+
+def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
+    """Compares results that are no tensors: they must equal the reference's in every run."""
+    differing = next((g for g in got if g != want), None)
+    if differing is not None:
+        yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")

@@ -2203,7 +2203,7 @@ def sample(
     Returns: Tensor | tuple[Tensor, Tensor]
 
     Example:
-        out = lz.sample(torch.randn(4, 257), seed=1234, offset=5)
+        out = lz.sample(torch.randn(4, 257), seed=1099511629010, offset=65541)
     """
 
 

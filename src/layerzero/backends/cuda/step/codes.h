@@ -1,6 +1,6 @@
-// Members of Consumer (step.cu): products on the tensor cores. The A operand is 16 rows of a weight, the
-// columns of B are the rows of x. bf16 weights are multiplied as they are, codes as fp16, which takes the
-// fewest instructions to decode: int4 in the mantissa of 1024.0 is 1024 + code; where the code lies four
+// Members of Consumer (step.cu): products of codes on the tensor cores. The A operand is 16 rows of a
+// weight, the columns of B are the rows of x. Codes are decoded to fp16, which takes the fewest
+// instructions: int4 in the mantissa of 1024.0 is 1024 + code; where the code lies four
 // bits higher it is 1024 + 16 * code, and x is divided by 16. The excess, 1024 and the zero point 8 times
 // the sum of x, is the same for all rows and subtracted after 128 inputs. x is scaled by a power of two
 // so that it fits fp16 (`arrange` in inputs.h). The warps of a block split the inputs of an item (16 rows),
@@ -8,11 +8,6 @@
 
 // Decodes eight inputs of a row to four pairs
 FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
-    if (CODES == 3) {
-        const Four v = load4(from);
-        pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
-        return;
-    }
     if (CODES == 1) {
         const u32 word = *(const u32*)from;
         UNROLL for (int n = 0; n < 4; ++n) pair[n] = masked_or(word >> n / 2 * 8, n % 2 ? 0x00F000F0u : 0x000F000Fu, 0x64006400u);
@@ -22,11 +17,6 @@ FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
     UNROLL for (int n = 0; n < 4; ++n) pair[n] = fp8_pair(u32(words >> 16 * n));
 }
 
-// The inputs of a lane: eight of every 32; of bf16 16 of every 64, so that lanes read different banks of
-// shared memory.
-constexpr static int LANE_INPUTS = CODES == 3 ? 16 : 8;
-FN_MEMBER static constexpr int x_at(int j) { return CODES == 3 ? j / 2 * 64 + j % 2 * 8 : j * 32; }
-
 // Multiplies 128 inputs: acc += rows g and g + 8 of a tile times columns 2t and 2t + 1 of x; `at`: the
 // offsets of a lane's inputs in the runs of a row
 template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const int* at, const u16* x, float (&acc)[2][4]) {
@@ -34,11 +24,11 @@ template <int BOX> FN_MEMBER static void multiply_block(const u8* codes, const i
         u32 upper[4], lower[4];
         decode(codes + at[j], upper);
         decode(codes + BOX + at[j], lower);
-        const Four u = load4(x + x_at(j));
+        const Four u = load4(x + j * 32);
         const u32 first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
         const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
-        mma<CODES == 3>(acc[j % 2], first, left);
-        mma<CODES == 3>(acc[j % 2], second, right);
+        mma<false>(acc[j % 2], first, left);
+        mma<false>(acc[j % 2], second, right);
     }
 }
 
@@ -51,12 +41,11 @@ template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int 
     const int g = lane() / 4, t = lane() % 4;
     int at[PLACES];
     UNROLL for (int n = 0; n < PLACES; ++n)
-        at[n] = CODES == 1 ? swizzled(g, n) + t * 4 : CODES == 2 ? swizzled(g, 2 * n + t / 2) + t % 2 * 8
-                           : n / 2 * 1024 + swizzled(g, 2 * t + n % 2);
+        at[n] = CODES == 1 ? swizzled(g, n) + t * 4 : swizzled(g, 2 * n + t / 2) + t % 2 * 8;
     const u8* tile_at = tile(number);
     const u8* codes = tile_at + g * 128;
     const u8* scales = tile_at + 2 * BOX + g * 4;
-    const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * LANE_INPUTS;
+    const u16* from = x + min_int(g, BATCH - 1) * STRIDE + t * 8;
     float acc[TOGETHER][2][4];
     UNROLL for (int n = 0; n < TOGETHER; ++n)
         UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
@@ -93,7 +82,7 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
 }
 
 // The factor that undoes the scaling of x
-FN_MEMBER static float of_x(const Target& to, int b) { return CODES == 3 ? 1.0f : x_scale(to.peaks, b).inverse; }
+FN_MEMBER static float of_x(const Target& to, int b) { return x_scale(to.peaks, b).inverse; }
 
 // In a round every warp multiplies one slice of an item, or every WARPS-th slice of the same item; then one
 // warp adds up the partial sums of an item.

@@ -30,7 +30,6 @@ LIMIT_S = 2.0              # what one launch may take before it gives up
 # arguments of the kernel.
 _LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12PqQ2i4f"))
 CODES = ("", "int4", "fp8_e4m3")
-TILED = (*CODES, "bfloat16")   # what tiles of 16 rows hold; none: tiles have whole rows
 BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile,
 BOX_ROWS = CODE_ROWS // 2      # and of one copy of them
 
@@ -71,7 +70,6 @@ class Config(NamedTuple):
     copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
-    tensor_cores: bool = False     # multiply bf16 weights too, 16 rows to a tile
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -102,14 +100,9 @@ def _slices(k: int, tile: int) -> int:
     return next(n for n in range(-(-2 * k // tile), units + 1) if units % n == 0)
 
 
-def tiled(shape: Shape, cfg: Config) -> str:
-    """Returns what the tiles of 16 rows hold (codes.h); "": there are none."""
-    return shape.codes or ("bfloat16" if cfg.tensor_cores else "")
-
-
 def code_run(codes: str) -> int:
     """Returns the number of inputs that are the 128 bytes of a run."""
-    return {"int4": 256, "fp8_e4m3": 128, "bfloat16": 64}[codes]
+    return {"int4": 256, "fp8_e4m3": 128}[codes]
 
 
 def code_blocks(k: int, slices: int, codes: str) -> int:
@@ -127,7 +120,7 @@ def code_tile(blocks: int, codes: str) -> int:
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
     """Returns the number of parts of rows of k inputs, which the warps share evenly; 0: there are
     none."""
-    codes = tiled(shape, cfg)
+    codes = shape.codes
     return next((n for n in range(1, k // BLOCK + cfg.warps)
                  if not (cfg.warps % n if n < cfg.warps else n % cfg.warps)
                  and code_tile(code_blocks(k, n, codes), codes) <= cfg.tile), 0)
@@ -203,7 +196,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
-              + (_code_bytes(shape, cfg) if tiled(shape, cfg) else 0)):
+              + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
 
@@ -220,14 +213,14 @@ def code_rounds(cfg: Config) -> int:
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
-    unit = tensor_maps.RUN * (tensor_maps.SWIZZLED if tiled(shape, cfg) or boxed(shape.dim) else 1)
+    unit = tensor_maps.RUN * (tensor_maps.SWIZZLED if shape.codes or boxed(shape.dim) else 1)
     return -(-cfg.tile // unit) * unit
 
 
 def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
     """Returns the number of blocks. Each has a share of gate and up, without which a word could be
     overwritten before every block has read it."""
-    pairs = BOX_ROWS if tiled(shape, cfg) else gated_tiles(shape.hidden, cfg.tile).rows
+    pairs = BOX_ROWS if shape.codes else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
 
@@ -240,7 +233,7 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
                                                           * shape.dim, 8)):
         if size % by:
             return f"its {name} is {size}, no multiple of {by}"
-    codes = tiled(shape, cfg)
+    codes = shape.codes
     for size in (shape.hidden, shape.heads * shape.dim, shape.inner) if codes else ():
         if size % (run := max(BLOCK, code_run(codes))) or not code_slices(size, shape, cfg):
             return f"rows of {size} inputs are no whole runs of {run} in a tile"
@@ -265,18 +258,13 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
 def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     """Returns the configurations that are worth a trial, the likeliest first, as measured on an
     H200: a tile is a whole row that is little longer than others; fewer stages where what is kept
-    of x leaves less room. The second is by tensor cores: for a small hidden size it was 3 % faster
-    in one build and 5 % slower in another, so that a race has to tell."""
+    of x leaves less room."""
     tile, row = Config().tile, 2 * shape.inner
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
-    largest_tile = max(tile, CODE_ROWS * shape.hidden)
-    by_tensor_cores = [Config(4, stages, stages, tile=size, first_polls=4, later_polls=4,
-                              tensor_cores=True)
-                       for size in (largest_tile, tile) for stages in (12, 8)]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
-               for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows, by_tensor_cores])]
+               for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]
 
 
@@ -307,7 +295,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
         "SPLITS": splits, "GRID": blocks, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
-        "CODES": TILED.index(tiled(shape, cfg)), **_code_macros(shape, cfg),
+        "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
         **word_offsets(shape, splits)._asdict()}.items()))
@@ -316,7 +304,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
 def _code_macros(shape: Shape, cfg: Config) -> dict[str, int]:
     sizes = {"IN": shape.hidden, "OUT": shape.heads * shape.dim, "DOWN": shape.inner}
     return {f"{name}_CODE_SLICES": code_slices(k, shape, cfg)
-            for name, k in sizes.items()} if tiled(shape, cfg) else {}
+            for name, k in sizes.items()} if shape.codes else {}
 
 
 @dataclass(frozen=True)
@@ -355,14 +343,12 @@ class PersistentStep:
             tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2) if shape.codes == "int4"
                   else t for n, (t, k) in enumerate(zip(layer.scales, sizes)))
             for layer in layers]
-        if tiled(shape, cfg) == "bfloat16":
-            scales = [(None,) * len(sizes)] * len(layers)
         self._tensors, self._scales = (layers, embed, norm, head), scales
         self._maps = _tensor_maps(shape, cfg, layers, sizes).to(device)
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
             32 * (cfg.warps + cfg.copiers), shared_layout(shape, cfg).bytes)
-        layout = _CODED if tiled(shape, cfg) else _LAYER
+        layout = _CODED if shape.codes else _LAYER
         table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
             layer.norm, layer.qkv, layer.bias, layer.q_norm, layer.k_norm, layer.out,
             layer.mlp_norm, layer.gate_up, layer.down, layer.angles, layer.keys, layer.values,
@@ -409,7 +395,7 @@ def _tensor_maps(shape: Shape, cfg: Config, layers: Sequence[LayerTensors],
     """Returns the tensor maps of each layer: of the codes of qkv, out, gate_up and down, and of the
     keys and values in its cache."""
     maps, tokens = [], cached_tokens(shape.dim, cfg.tile)
-    codes = tiled(shape, cfg)
+    codes = shape.codes
     runs = [code_blocks(k, code_slices(k, shape, cfg), codes) * BLOCK // code_run(codes)
             for k in sizes] if codes else []
     for layer in layers:

@@ -4,8 +4,8 @@
 
 // A tile of 16 rows is two boxes of 8 rows, BLOCKS times 128 inputs of each; then the scales of int4. A
 // run of 128 bytes has RUN inputs.
-constexpr int RUN = CODES == 1 ? 256 : CODES == 2 ? 128 : 64, UNIT = max_int(RUN, 128);
-FN constexpr int code_blocks(int k, int slices) { return (k / UNIT + slices - 1) / slices * (UNIT / 128); }
+constexpr int RUN = CODES == 1 ? 256 : 128;
+FN constexpr int code_blocks(int k, int slices) { return (k / RUN + slices - 1) / slices * (RUN / 128); }
 FN constexpr int box_bytes(int blocks) { return blocks * (128 * 1024 / RUN); }
 
 FN int copier() { return warp() - WARPS; }

@@ -16,8 +16,7 @@
 // LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
 // slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
 // offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4
-// in groups of 128 (1), fp8_e4m3 with a scale for each row (2), or bf16 for the tensor cores (3); and the
-// slices of their rows (codes.h).
+// in groups of 128 (1), or fp8_e4m3 with a scale for each row (2); and the slices of their rows (codes.h).
 #include "stream.h"
 
 struct alignas(16) Layer {
@@ -48,7 +47,7 @@ struct Params {
 constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
 constexpr float NONE = -1e30f;
-constexpr bool CODED = CODES == 1 || CODES == 2;
+constexpr bool CODED = CODES != 0;
 
 // Keys of a tile of the cache, and their values CACHED bytes later: heads of whole runs of 128 bytes are
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.

@@ -110,7 +110,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     reasons = refusals(kernel, values)
     if reasons:
         return result("skipped", (), reasons)
-    before, state = snapshot(values), process_state(device, slow=False)
+    before, state = snapshot(values), process_state(device)
     try:
         results = results_of(call(kernel, values))
         output_grads = [g if source in (None, i) else None

@@ -96,7 +96,10 @@ def reference(
     cumulative = weights.gather(1, order).cumsum(-1)
     # the mass of all that rank higher
     before = torch.nn.functional.pad(cumulative, (1, -1)).gather(1, rank)
-    weights = torch.where((before < filters.top_p * cumulative[:, -1:]) | (rank == 0), weights, 0.0)
+    # 1.0 keeps all, also what is too small to change the sum
+    if isinstance(filters.top_p, Tensor) or filters.top_p < 1.0:
+        inside = (before < filters.top_p * cumulative[:, -1:]) | (rank == 0)
+        weights = torch.where(inside, weights, 0.0)
     weights = torch.where(weights >= filters.min_p * largest, weights, 0.0)
 
     column = draw(weights, uniform)

@@ -77,7 +77,7 @@ template <class T> struct GroupNormer {
         for (int64_t d = g * size; d < (g + 1) * size; d++) total += sums[d], squared += squares[d];
         const double apart = total * total / count, shift = from[g * size];
         to[g] = {shift * count + total, std::max(squared - apart, 0.0)};
-        if (apart > 256 * to[g].squares) {
+        if (apart > 16 * to[g].squares) {      // four standard deviations
           far_off = true;
           std::fill(from + g * size, from + (g + 1) * size, float(shift + total / count));
         }

@@ -57,6 +57,8 @@ class OtherLayout(Circumstance):
 class Expanded(Circumstance):
     """One tensor expanded along a dimension (stride 0), all of it equal to its first part."""
 
+    alike = True
+
     def __init__(self, tensor: str, dim: int) -> None:
         self.tensor, self.dim, self.name = tensor, dim, f"{tensor} spread along dimension {dim}"
 

@@ -280,6 +280,7 @@ class Circumstance:
     name = ""
     runs = 2                                   # the second over poisoned and guarded memory
     even = True                                # no number is much larger than the others
+    alike = False                              # rows are equal: their errors do not average out
     may_be_refused = False                     # by a GPU's library when called: the next one serves
     any_dtype = False                          # it tells the same of every dtype
 
@@ -292,8 +293,7 @@ class Circumstance:
 
     def before(self, kernel: Kernel, values: dict[str, Any],
                other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Runs before the calls that are judged. `other`: gives values of the same case from
-        another seed."""
+        """Runs before the judged calls; `other` gives values of the same case from another seed."""
         return values
 
     def around(self, device: str) -> Any:
@@ -367,7 +367,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed", complaints=complaints)
     def judge(budget: Sequence[Tensor | None]) -> list[Judgement]:
         return [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
-                             even=circumstance.even, budget=budget[i])
+                             circumstance.even, budget[i], circumstance.alike)
                 for i, parts in enumerate(zip(first, second, exact, eager))]
 
     judgements = judge([None] * len(first))

@@ -42,9 +42,11 @@ class Judgement:
 
 
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
-                 eager: Tensor, even: bool = True, budget: Tensor | None = None) -> Judgement:
+                 eager: Tensor, even: bool = True, budget: Tensor | None = None,
+                 alike: bool = False) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
-    tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element."""
+    tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element. `alike`:
+    rows of an input are equal, so that a sum over them has one error as often."""
     if not first.numel():
         return Judgement(0.0, 0.0, 0.0)
     first, second, eager = map(_as_codes, (first, second, eager))
@@ -66,7 +68,7 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
     bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
     wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
     if dtype == "float32" or wider:            # another order of a long sum is no mistake
-        bound = max(bound, (atol + rtol * size) / (16 if wider else 4))
+        bound = max(bound, (atol + rtol * size) / (16 if wider and not alike else 4))
     if dtype == "float64":
         bound = atol + rtol * size
     if budget is not None:                     # of all together: as kernels compute, in float32

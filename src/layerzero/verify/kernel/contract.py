@@ -400,14 +400,14 @@ def may_be_chance(results: Sequence[Any], ratio: float) -> bool:
 
 
 def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[CaseResult]) -> bool:
-    """Was it outside for these numbers only, or within what is allowed over all runs together?"""
+    """Was it outside for these numbers only, or is it within what is allowed over all runs?"""
     if any(retry.status == "failed" and set(retry.kinds) != {"error"} for retry in retries):
         return False
-    if errors[2] <= JUST_OUTSIDE and sum(retry.status == "failed" for retry in retries) < 2:
-        return True
     runs = [errors, *((retry.error, retry.eager_error, retry.ratio) for retry in retries)]
-    rounding = max((e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0),
-                   default=0.0)
+    typical = sum(e for e, *_ in runs) <= op.tolerance.times_eager * sum(e for _, e, _ in runs)
+    if errors[2] <= JUST_OUTSIDE and (typical or sum(r.status == "failed" for r in retries) < 2):
+        return True
+    rounding = max(e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0)
     allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
     return max(e for e, _, _ in runs) <= allowed
 

@@ -11,25 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from attention_author_faults import _blockwise
+from attention_author_faults import _blockwise, _on_first, _on_second, _seq
 from broken_kernels import FAULTS, Fault, fault
 from torch import Tensor
 
 from layerzero.ops.formulas.block_masks import dense_mask
 
 _BEFORE = len(FAULTS)
-
-
-def _on_first(out: Any, change: Any) -> Any:
-    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
-
-
-def _on_second(out: Any, change: Any) -> Any:
-    return (out[0], change(out[1])) if isinstance(out, tuple) else out
-
-
-def _seq(v: dict[str, Any]) -> int:
-    return 2 if v["layout"] == "bhsd" else 1
 
 
 # A size together with an argument.

@@ -51,7 +51,8 @@ def _convolve() -> Callable[..., Any]:
                 out = (inputs * weight.to(acc_dtype)).sum(-1, keepdim=True)
                 out = out if bias is None else out + bias.to(acc_dtype)[:, None]
             elif x.device.type == "cpu":
-                out = _sum_of_products(F.pad(inputs, (padding, 0)), weight.to(acc_dtype), bias)
+                out = _sum_of_products(F.pad(inputs, (padding, 0)) if padding else inputs,
+                                       weight.to(acc_dtype), bias)
             else:
                 out = F.conv1d(inputs, weight.to(acc_dtype)[:, None],
                                None if bias is None else bias.to(acc_dtype), padding=padding,

@@ -252,7 +252,7 @@ class OtherThreadCount(Circumstance):
         self.threads, self.name = threads, f"with torch.set_num_threads({threads})"
 
     def around(self, device: str) -> Any:
-        return _thread_count(self.threads)
+        return _changed(torch.get_num_threads, torch.set_num_threads, self.threads)
 
 
 class OtherDefaultDtype(Circumstance):
@@ -261,27 +261,18 @@ class OtherDefaultDtype(Circumstance):
     name, any_dtype = "with torch.set_default_dtype(torch.bfloat16)", True
 
     def around(self, device: str) -> Any:
-        return _default_dtype(torch.bfloat16)
+        return _changed(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _changed(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
+    """Sets a process-wide value, and puts back the one before."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _thread_count(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        write(before)
 
 
 class ReusedMemory(Circumstance):

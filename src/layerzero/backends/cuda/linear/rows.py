@@ -104,10 +104,10 @@ def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
     macros = _macros(shape, dtype, wide, cfg)
     run = compiler.kernel("linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
                           cfg.split)
-    resident = max(1, cfg.blocks * machine.processors // cfg.split)
+    resident = cfg.blocks * machine.processors // cfg.split
     if cfg.split > 1:                                      # others would run after all of these
         resident = min(resident, run.resident_clusters())
-    return Launch(run, (clusters(shape, resident) * cfg.split, 1, 1))
+    return Launch(run, (clusters(shape, max(1, resident)) * cfg.split, 1, 1))
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None = None,

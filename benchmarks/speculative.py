@@ -92,13 +92,16 @@ def main() -> None:
     vocab = model.config.vocab_size
     prompt = torch.randint(3, vocab, (1, 32), generator=torch.Generator().manual_seed(1)).to(
         args.device)
-    rows = []
-    stock, text = rate(model, prompt, args.new, args.repeats)
-    rows.append(("transformers", stock, ""))
+    print(f"{args.shape}, {args.dtype}, {args.device}, {args.new} tokens after 32")
+
+    def show(name: str, found: float, words: str = "") -> None:
+        print(f"{name:26} {found:9.1f} tokens/s  {found / plain:5.2f} x  {words}", flush=True)
+
     report = lz.accelerate(model, measure=False)
     plain, text = rate(model, prompt, args.new, args.repeats)
-    rows.append(("accelerated", plain, ""))
+    show("accelerated", plain)
     report.undo()
+    show("transformers", rate(model, prompt, args.new, args.repeats)[0])
     for name, draft in (("assistant", assistant), ("lookup", "prompt_lookup")):
         report = lz.accelerate(model, measure=False, assistant=draft)
         speculation = report._speculation
@@ -110,17 +113,14 @@ def main() -> None:
         assert isinstance(own, (Draft, Lookup))
         speculation.draft = Scripted(text[0], args.accept, count, inner, vocab)
         found, out = rate(model, prompt, args.new, args.repeats)
-        done = speculation.done
+        done = speculation.stats
         a_round = args.new / found / (done.rounds / (args.repeats + 1)) * plain
         same = "same tokens" if torch.equal(out, text) else "OTHER TOKENS"
-        rows.append((f"speculation, {name}", found,
-                     f"{done.accepted / max(1, done.drafted):.0%} accepted, "
-                     f"{done.tokens / max(1, done.rounds):.2f} tokens a round, a round takes "
-                     f"{a_round:.2f} plain tokens, {same}"))
+        show(f"speculation, {name}", found,
+             f"{done.accepted / max(1, done.drafted):.0%} accepted, "
+             f"{done.tokens / max(1, done.rounds):.2f} tokens a round, a round takes "
+             f"{a_round:.2f} plain tokens, {same}")
         report.undo()
-    print(f"{args.shape}, {args.dtype}, {args.device}, {args.new} tokens after 32")
-    for name, found, words in rows:
-        print(f"{name:26} {found:9.1f} tokens/s  {found / plain:5.2f} x  {words}")
 
 
 if __name__ == "__main__":

@@ -57,16 +57,18 @@ template <class T> struct GroupNormer {
     while (pixels > 0) add(std::integral_constant<int, 1>{});
   }
 
-  // One pass over a block, its numbers taken from about their mean: that of its first pixel. Where
+  // One pass over a block, its numbers taken from about their mean: that of a few of its pixels. Where
   // that is far off, which would cost digits of the variance, another pass takes them from the mean.
   void measure(int64_t image, int64_t b, float *sums, float *squares, float *from, Moments *to) const {
     const T *x = start((const T *)a.x, image, b);
     const int64_t pixels = length(b);
     const double count = double(pixels) * size;
+    const int64_t few = std::min<int64_t>(pixels, 8), apart = pixels / few * a.channels;
     for (int64_t g = 0; g < a.groups; g++) {
       double total = 0;
-      for (int64_t d = g * size; d < (g + 1) * size; d++) total += to_float(x[d]);
-      std::fill(from + g * size, from + (g + 1) * size, float(total / size));
+      for (int64_t i = 0; i < few; i++)
+        for (int64_t d = g * size; d < (g + 1) * size; d++) total += to_float(x[i * apart + d]);
+      std::fill(from + g * size, from + (g + 1) * size, float(total / double(few * size)));
     }
     bool far_off = true;
     for (int pass = 0; pass < 2 && far_off; pass++) {
@@ -75,9 +77,9 @@ template <class T> struct GroupNormer {
       for (int64_t g = 0; g < a.groups; g++) {
         double total = 0, squared = 0;
         for (int64_t d = g * size; d < (g + 1) * size; d++) total += sums[d], squared += squares[d];
-        const double apart = total * total / count, shift = from[g * size];
-        to[g] = {shift * count + total, std::max(squared - apart, 0.0)};
-        if (apart > 16 * to[g].squares) {      // four standard deviations
+        const double excess = total * total / count, shift = from[g * size];
+        to[g] = {shift * count + total, std::max(squared - excess, 0.0)};
+        if (excess > to[g].squares) {          // by more than the standard deviation
           far_off = true;
           std::fill(from + g * size, from + (g + 1) * size, float(shift + total / count));
         }
@@ -100,7 +102,7 @@ template <class T> struct GroupNormer {
       for (int64_t d = g * size; d < (g + 1) * size; d++) {
         mean[d] = float(m), factor[d] = float(1.0 / std::sqrt(squares / count + a.eps));
         if (a.has_weight) factor[d] *= to_float(((const P *)a.weight)[d]);
-        shift[d] = a.has_bias ? to_float(((const P *)a.bias)[d]) : 0.0f;
+        shift[d] = (a.has_bias ? to_float(((const P *)a.bias)[d]) : 0.0f) + float(mean[d] - m) * factor[d];
       }
     }
   }

@@ -14,6 +14,7 @@ it dies, the kernel that it was at has failed and the others go on.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -49,6 +50,7 @@ def kernels_here(device: str, pattern: str) -> dict[str, list[Kernel]]:
 def verify_kernels(names: list[str], seed: int, lane: str, device: str, pipe: Any) -> None:
     """Sends the name of each kernel before it is verified, and its line afterwards."""
     torch.set_num_threads(1)
+    faulthandler.enable()                      # says where a process was that dies
     by_id = worlds.current().catalog.by_id
     for name in names:
         pipe.send(name)

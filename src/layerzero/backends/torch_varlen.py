@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops.formulas.common import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
+from ..ops.varlen_attention import read_starts
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
@@ -94,7 +95,8 @@ def per_sequence(
     alibi_slopes: Tensor | None = None, return_lse: bool = False,
 ) -> Any:
     """Calls scaled_dot_product_attention per sequence; a mask only where is_causal will not do."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q = read_starts(cu_seqlens_q, query, "cu_seqlens_q")
+    starts_k = read_starts(cu_seqlens_k, key, "cu_seqlens_k")
     windowed = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
     empty, no_lse = empty_result(query[:0], value.shape[2])
     parts, lses = [empty], [no_lse]

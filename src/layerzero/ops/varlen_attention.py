@@ -32,7 +32,8 @@ def reference(
     return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
     lz.merge_attention merges results over disjoint keys by it.
     """
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q = read_starts(cu_seqlens_q, query, "cu_seqlens_q")
+    starts_k = read_starts(cu_seqlens_k, key, "cu_seqlens_k")
     parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
     lses = [query.new_empty((0, query.shape[1]),
                             dtype=torch.promote_types(query.dtype, torch.float32))]
@@ -44,6 +45,16 @@ def reference(
         parts.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
+
+
+def read_starts(cu_seqlens: Tensor, rows: Tensor, name: str) -> list[int]:
+    """Returns where each sequence starts, read on the host and checked."""
+    starts: list[int] = cu_seqlens.tolist()
+    if any(b < a for a, b in zip((0, *starts), starts)) or (starts and starts[-1] > len(rows)):
+        raise InvalidCall.of("varlen_attention", Reason(
+            Code.VALUE_OUT_OF_RANGE, f"never falling and at most {len(rows)} (the packed rows)",
+            str(starts)[:200], name))
+    return starts
 
 
 def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,

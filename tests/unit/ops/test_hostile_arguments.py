@@ -320,3 +320,15 @@ def test_a_scale_of_zero_is_a_number_like_any_other(name):
     with lz.recording() as recorder:              # which describes the kind of call
         getattr(lz, name)(**{**good_call(op), "scale": 0.0})
     assert [call.arguments["scale"] for call in recorder.calls] == [0.0]
+
+
+@pytest.mark.parametrize("starts, name", [([13, 9, 0], "cu_seqlens_q"), ([0, 9, 14], "cu_seqlens_k")])
+@pytest.mark.parametrize("backend", ["torch.per_sequence", "reference.varlen_attention"])
+def test_starts_of_sequences_that_fall_or_end_too_late_are_refused(starts, name, backend):
+    """On x86 torch's attention of no rows ends the process."""
+    q, k, v = torch.randn(3, 13, 2, 16)
+    starts_of = {"cu_seqlens_q": [0, 4, 13], "cu_seqlens_k": [0, 4, 13], name: starts}
+    with pytest.raises(InvalidCall, match=name):
+        lz.varlen_attention(q, k, v, **{n: torch.tensor(s, dtype=torch.int32)
+                                        for n, s in starts_of.items()},
+                            max_seqlen_q=9, max_seqlen_k=9, return_lse=True, backend=backend)

@@ -191,7 +191,8 @@ def _earlier_integers(op: Op, values: dict[str, Any], name: str) -> Tensor | Non
     lengths = t.reshape(-1).diff(prepend=t.new_zeros(1))
     first = int(lengths[0]) == 0               # boundaries, or the ends of groups
     ends = torch.cat((lengths[:first], lengths[int(first):].flip(0))).cumsum(0).to(t.dtype)
-    candidates = ((t - 1).clamp(min=0),) if name in STEPPED else (
+    are_boundaries = t.dim() == 1 and first and bool((t.diff() >= 0).all())    # may not fall
+    candidates = ((t - 1).clamp(min=0),) if name in STEPPED else (ends,) if are_boundaries else (
         flipped, columns if t.dim() > 1 else ends)
     with torch.no_grad():
         now = eager_results(op, values, fingerprint(values))

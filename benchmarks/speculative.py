@@ -3,9 +3,10 @@
     python benchmarks/speculative.py                                # a small model, on this machine
     python benchmarks/speculative.py --shape llama-3.2-1b --device cuda --dtype bfloat16
 
-The weights are random, so the text is that of plain greedy generation and the drafts are made of
-it: each drafted token is right with `--accept`. The assistant still computes every one of its
-tokens, so that its time counts. "lookup" is drafting that costs nothing.
+The weights are random, but for a head that makes a fixed permutation of the tokens the text: so
+that the rounding of a step with more rows changes no token. The drafts are made of the text: each
+token is right with `--accept`. The assistant still computes every one of its tokens, so that its
+time counts. "lookup" is drafting that costs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def llama(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Any:
         model = LlamaForCausalLM(LlamaConfig(
             hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab,
-            max_position_embeddings=8192, pad_token_id=0, torch_dtype=dtype)).to(dtype).eval()
+            max_position_embeddings=8192, pad_token_id=0, tie_word_embeddings=False,
+            torch_dtype=dtype)).to(dtype).eval()
+        with torch.no_grad():
+            for layer in model.model.layers:   # small beside the embedding, which the head reads
+                layer.self_attn.o_proj.weight.mul_(0.05)
+                layer.mlp.down_proj.weight.mul_(0.05)
+            model.lm_head.weight[torch.randperm(vocab)] = model.model.embed_tokens.weight
     model.generation_config.eos_token_id = None
     return model
 

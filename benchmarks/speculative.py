@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, default=4)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--beside", nargs="*", default=["transformers", "lookup", "assistant"],
+                        choices=("transformers", "lookup", "assistant"))
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     model, assistant = (llama(shape, dtype, args.device) for shape in SHAPES[args.shape])
@@ -108,8 +110,11 @@ def main() -> None:
     plain, text = rate(model, prompt, args.new, args.repeats)
     show("accelerated", plain)
     report.undo()
-    show("transformers", rate(model, prompt, args.new, args.repeats)[0])
-    for name, draft in (("assistant", assistant), ("lookup", "prompt_lookup")):
+    if "transformers" in args.beside:
+        show("transformers", rate(model, prompt, args.new, args.repeats)[0])
+    for name, draft in (("lookup", "prompt_lookup"), ("assistant", assistant)):
+        if name not in args.beside:
+            continue
         report = lz.accelerate(model, measure=False, assistant=draft)
         speculation = report._speculation
         own = speculation.draft

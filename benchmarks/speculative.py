@@ -39,8 +39,8 @@ def llama(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Any:
             torch_dtype=dtype)).to(dtype).eval()
         with torch.no_grad():
             for layer in model.model.layers:   # small beside the embedding, which the head reads
-                layer.self_attn.o_proj.weight.mul_(0.05)
-                layer.mlp.down_proj.weight.mul_(0.05)
+                layer.self_attn.o_proj.weight.mul_(0.001)
+                layer.mlp.down_proj.weight.mul_(0.001)
             model.lm_head.weight[torch.randperm(vocab)] = model.model.embed_tokens.weight
     model.generation_config.eos_token_id = None
     return model

@@ -68,6 +68,8 @@ def _linear_prepacked() -> Callable[..., Any]:
 
 
 def _matvec(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.stride(0) >= (1 << 31) - 1:      # more than torch's product of halves counts on x86
+        weight = weight.contiguous()
     return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
 
 

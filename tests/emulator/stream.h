@@ -103,7 +103,16 @@ FN void copies_arrive(u64* mbarrier) {
     emulator::now->open.clear();
 }
 
-FN u32 masked_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
+FN u32 masked_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
+
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+    u32 raised[4], of_128[4];                      // a is that of unsigned bytes, less 128
+    const u32 none[4] = {0, 0, 0, 0}, all_128[4] = {0x80808080u, 0x80808080u, 0x80808080u, 0x80808080u};
+    for (int n = 0; n < 4; ++n) raised[n] = a[n] ^ 0x80808080u;
+    mma_u8_s8(of_128, all_128, b0, b1, none);
+    mma_u8_s8(d, raised, b0, b1, c);
+    for (int n = 0; n < 4; ++n) d[n] -= of_128[n];
+}
 
 FN u32 fp8_pair(u32 codes) {
     float v[2];

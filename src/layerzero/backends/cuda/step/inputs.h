@@ -2,146 +2,162 @@
 // thread polls FIRST_POLLS pairs of words until they have arrived, then LATER_POLLS at a time, since most
 // have arrived by then: every poll of a word that has not arrived delays the stores of other blocks.
 
-// Polls COUNT of the pairs of words that belong to this thread, from its n-th on
-template <int UNITS, int COUNT, typename Place, typename Take>
+// Where the words of the residual lie: for codes a lane receives four values, and those of a warp lie so that each
+// of its two accesses is to a whole run.
+FN int stream_place(int row) { return CODED ? (row & ~127) + (row & 2) * 32 + (row & 124) / 2 + row % 2 : row; }
+
+// Polls COUNT of the units of words that belong to this thread, from its n-th on: a pair, and of WIDE pairs
+// each 64 words after the one before
+template <int UNITS, int COUNT, int WIDE, typename Place, typename Take>
 FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
-    Words v[COUNT];
+    Words v[COUNT][WIDE];
     bool all;
     do {
         all = true;
         UNROLL for (int u = 0; u < COUNT; ++u) {
             const int unit = (n + u) * THREADS + thread();
             if (unit >= UNITS) continue;
-            v[u] = peek2(place(unit));
-            all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
+            UNROLL for (int w = 0; w < WIDE; ++w) {
+                v[u][w] = peek2(place(unit) + 64 * w);
+                all &= u32(v[u][w].x >> 32) == tag && u32(v[u][w].y >> 32) == tag;
+            }
         }
     } while (!all && !given_up());
     UNROLL for (int u = 0; u < COUNT; ++u) {
         const int unit = (n + u) * THREADS + thread();
-        if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
+        if (unit >= UNITS) continue;
+        u32 values[2 * WIDE];
+        UNROLL for (int w = 0; w < WIDE; ++w) values[2 * w] = u32(v[u][w].x), values[2 * w + 1] = u32(v[u][w].y);
+        take(unit, values);
     }
 }
 
-// Polls UNITS pairs of words, at place(unit), and calls take(unit, first value, second value) for each
-template <int UNITS, typename Place, typename Take>
+// Polls UNITS units of words, at place(unit), and calls take(unit, values) for each
+template <int UNITS, int WIDE = 1, typename Place, typename Take>
 FN void receive_at(const Place& place, u32 tag, const Take& take) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS);
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS / WIDE), MOST = LATER_POLLS / WIDE;
     if constexpr (LATER_POLLS > FIRST_POLLS) {
-        constexpr int REST = EACH - FIRST, TURNS = (REST + LATER_POLLS - 1) / LATER_POLLS;
+        constexpr int REST = EACH - FIRST, TURNS = (REST + MOST - 1) / MOST;
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST>(0, place, tag, take);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER>(n, place, tag, take);
+        receive_some<UNITS, FIRST, WIDE>(0, place, tag, take);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WIDE>(n, place, tag, take);
     } else                                         // less code: one loop for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST>(n, place, tag, take);
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WIDE>(n, place, tag, take);
 }
 
-template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Take& take) {
-    receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, take);
-}
-
-struct Scale { float by, inverse; };
-
-FN float half_sum(u32 pair) { return to_float<false>(u16(pair)) + to_float<false>(u16(pair >> 16)); }
-
-// The power of two that scales the largest value of a row of x to at least 2^13, which fits fp16
-FN Scale x_scale(const float* peaks, int b) {
-    float peak = peaks[b * WARPS];
-    UNROLL for (int w = 1; w < WARPS; ++w) peak = fmaxf(peak, peaks[b * WARPS + w]);
-    const int exponent = max_int(14, float_bits(peak) >> 23);
-    return {bits_float(u32(267 - exponent) << 23), bits_float(u32(exponent - 13) << 23)};
-}
-
-// Converts x for the products with codes (codes.h): to scaled fp16, for int4 in the order in which codes
-// are decoded from a word; and computes the excess of such a product for each 128 inputs
-template <int K> FN void arrange(u16* x, bool is_odd, const float (&peak)[BATCH]) {
-    float *peaks = ::peaks(is_odd), *offsets = code_offsets(is_odd);
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        const float largest = warp_max(peak[b]);
-        if (lane() == 0) peaks[b * WARPS + warp()] = largest;
+#if CODES
+// Converts 128 inputs for the products with codes (codes.h), four of each lane of a warp, and stores their
+// scale. For int4: signed bytes, in the order in which codes are decoded; for each word of eight codes, of
+// which two lanes have the inputs, one of them stores the first bytes and the other the second.
+FN void quantize(u8* x, float* scales, int group, const float (&v)[4]) {
+    u32 largest = 0;                               // as bits, where a NaN is above all numbers
+    UNROLL for (int n = 0; n < 4; ++n) {
+        const u32 size = float_bits(v[n]) & 0x7FFFFFFFu;
+        largest = size > largest ? size : largest;
     }
-    sync_first(THREADS);
-    ROLLED for (int b = 0; b < BATCH; ++b) {
-        const float by = x_scale(peaks, b).by, odd = CODES == 1 ? by / 16 : by;
-        ROLLED for (int unit = thread(); unit < K / 8; unit += THREADS) {
-            u16* at = x + b * K + unit * 8;
-            const Four v = load4(at);
-            const float y[8] = {low(v.x) * by, high(v.x) * odd, low(v.y) * by, high(v.y) * odd,
-                                low(v.z) * by, high(v.z) * odd, low(v.w) * by, high(v.w) * odd};
-            constexpr int PAIR = CODES == 1 ? 1 : 2, APART = CODES == 1 ? 4 : 1;
-            const Four to = {pack2<false>(y[0], y[APART]), pack2<false>(y[PAIR], y[PAIR + APART]),
-                             pack2<false>(y[2 * PAIR], y[2 * PAIR + APART]), pack2<false>(y[3 * PAIR], y[3 * PAIR + APART])};
-            store4(at, to);
-            if (CODES != 1) continue;
-            // 16 threads have a block: 1024 + 8, and 16 times (64 + 8)
-            float much = 1032 * (half_sum(to.x) + half_sum(to.z)) + 1152 * (half_sum(to.y) + half_sum(to.w));
-            UNROLL for (int mask = 1; mask < 16; mask *= 2) much += shuffle_xor(much, mask);
-            if (lane() % 16 == 0) offsets[b * (K / 128) + unit / 16] = much;
-        }
+    largest = warp_max_bits(largest);
+    u64* to = (u64*)(x + group * 256);
+    if (CODES == 2) {                              // a power of two, with which the largest one is at least 2^13
+        const int exponent = max_int(14, largest >> 23);
+        const float by = bits_float(u32(267 - exponent) << 23);
+        to[lane()] = u64(pack2<false>(v[2] * by, v[3] * by)) << 32 | pack2<false>(v[0] * by, v[1] * by);
+        if (lane() == 0) scales[group] = bits_float(u32(exponent - 13) << 23);
+        return;
     }
-    sync_first(THREADS);
+    constexpr float MOST = 127 * 256;              // and codes are 16 times as large
+    const float by = MOST * reciprocal(fmaxf(bits_float(largest), 1e-30f));
+    u32 bits[4], raised[4];                        // of which byte 0 is the second byte, and byte 1 the first
+    UNROLL for (int n = 0; n < 4; ++n) {
+        bits[n] = float_bits(v[n] * by + 12582912.0f);     // 1.5 * 2^23: rounds to an integer
+        raised[n] = bits[n] + 128;
+    }
+    const u32 first = permute_bytes(permute_bytes(raised[0], raised[2], 0x51), permute_bytes(raised[1], raised[3], 0x51), 0x5410);
+    const u32 second = permute_bytes(permute_bytes(bits[0], bits[2], 0x40), permute_bytes(bits[1], bits[3], 0x40), 0x5410);
+    const bool is_odd = lane() % 2;
+    const u32 own = is_odd ? second : first, other = shuffle_xor(is_odd ? first : second, 1);
+    const u32 front = is_odd ? other : own, back = is_odd ? own : other;
+    const int word = lane() / 2 % 4;               // of the 16 bytes of codes that a lane multiplies
+    to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] =
+        u64(permute_bytes(front, back, 0x7632)) << 32 | permute_bytes(front, back, 0x5410);
+    if (lane() == 0) scales[group] = bits_float(largest) * (1 / (16 * MOST));
 }
+#endif
 
 // Receives K values of each row of the batch, two to a word
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
-    float peak[BATCH];
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        peak[b] = 0;
-        receive<K / 4>(from + b * (K / 2), tag, [&](int unit, u32 left, u32 right) {
-            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
-            if (CODED)
-                peak[b] = fmaxf(fmaxf(peak[b], fmaxf(fabsf(low(left)), fabsf(high(left)))),
-                                fmaxf(fabsf(low(right)), fabsf(high(right))));
+    UNROLL for (int b = 0; b < BATCH; ++b)
+        receive_at<K / 4>([=](int unit) { return from + b * (K / 2) + 2 * unit; }, tag, [=](int unit, const u32 (&v)[2]) {
+#if CODES
+            const float values[4] = {low(v[0]), high(v[0]), low(v[1]), high(v[1])};
+            quantize((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32, values);
+#else
+            ((u64*)(x + b * K))[unit] = u64(v[1]) << 32 | v[0];
+#endif
         });
-    }
-    if (CODED) arrange<K>(x, true, peak);
-    else sync_first(THREADS);
+    sync_first(THREADS);
 }
 
-// Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p) {
-    constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 by[EACH];                                  // the weight, loaded before the first wait
+// Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding.
+// Unless `in_order`, x is for codes: then it is not yet multiplied by the norm, which is returned for the row of
+// the batch that is this lane's, and all can be done before the block has come together to know it.
+FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p) {
+    constexpr int WIDE = CODED ? 2 : 1, MANY = 2 * WIDE, UNITS = HIDDEN / MANY, EACH = (UNITS + THREADS - 1) / THREADS;
+    u32 by[EACH][WIDE];                            // the weight, loaded before the first wait
     UNROLL for (int n = 0; n < EACH; ++n)
-        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
+        UNROLL for (int w = 0; w < WIDE; ++w)
+            if (n * THREADS + thread() < UNITS) by[n][w] = load_once((const u32*)weight + (n * THREADS + thread()) * WIDE + w);
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float* to = residual() + b * HIDDEN;
         float square = 0;
         if (from) {
-            receive<UNITS>(from + b * HIDDEN, tag, [&](int unit, u32 left, u32 right) {
-                const float l = bits_float(left), r = bits_float(right);
-                to[2 * unit] = l, to[2 * unit + 1] = r;
-                square += l * l + r * r;
+            receive_at<UNITS, WIDE>([=](int unit) { return from + b * HIDDEN + stream_place(MANY * unit); }, tag,
+                                    [&](int unit, const u32 (&v)[MANY]) {
+                UNROLL for (int m = 0; m < MANY; ++m) {
+                    to[MANY * unit + m] = bits_float(v[m]);
+                    square += bits_float(v[m]) * bits_float(v[m]);
+                }
             });
         } else {
             const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
-            UNROLL for (int n = 0; n < EACH; ++n) {
-                const int unit = n * THREADS + thread();
-                if (unit >= UNITS) continue;
+            UNROLL for (int n = 0; n < EACH * WIDE; ++n) {
+                const int unit = (n / WIDE * THREADS + thread()) * WIDE + n % WIDE;
+                if (unit >= UNITS * WIDE) continue;
                 const u32 pair = load_once(row + unit);
                 to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
                 square += low(pair) * low(pair) + high(pair) * high(pair);
             }
         }
+#if CODES
+        if (!in_order)
+            UNROLL for (int n = 0; n < EACH; ++n) {
+                const int unit = n * THREADS + thread();
+                if (unit >= UNITS) continue;
+                const float* at = to + MANY * unit;
+                const float v[4] = {at[0] * low(by[n][0]), at[1] * high(by[n][0]), at[2] * low(by[n][1]), at[3] * high(by[n][1])};
+                quantize((u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128), unit / 32, v);
+            }
+#endif
         square = warp_sum(square);
         if (lane() == 0) sums()[b * WARPS + warp()] = square;
     }
     sync_first(THREADS);
-    float peak[BATCH];
-    UNROLL for (int b = 0; b < BATCH; ++b) {
+    const auto norm = [=](int b) {
         float square = 0;
         UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-        const float inverse = rsqrtf(square / HIDDEN + eps);
-        peak[b] = 0;
+        return rsqrtf(square / HIDDEN + eps);
+    };
+    if (CODED && !in_order) return norm(min_int(lane(), BATCH - 1));
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        const float inverse = norm(b);
         const float* row = residual() + b * HIDDEN;
-        UNROLL for (int n = 0; n < EACH; ++n) {
-            const int unit = n * THREADS + thread();
-            if (unit >= UNITS) continue;
-            const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
-            ((u32*)(x + b * HIDDEN))[unit] = pair;
-            if (CODED) peak[b] = fmaxf(peak[b], fmaxf(fabsf(low(pair)), fabsf(high(pair))));
+        UNROLL for (int n = 0; n < EACH * WIDE; ++n) {
+            const int unit = (n / WIDE * THREADS + thread()) * WIDE + n % WIDE;
+            if (unit >= UNITS * WIDE) continue;
+            const u32 weights = by[n / WIDE][n % WIDE];
+            ((u32*)(x + b * HIDDEN))[unit] =
+                pack2<true>(row[2 * unit] * inverse * low(weights), row[2 * unit + 1] * inverse * high(weights));
         }
     }
-    if (CODED && !in_order) arrange<HIDDEN>(x, false, peak);
-    else sync_first(THREADS);
+    sync_first(THREADS);
+    return 1;
 }
-

@@ -32,6 +32,7 @@ _LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12
 CODES = ("", "int4", "fp8_e4m3")
 BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile,
 BOX_ROWS = CODE_ROWS // 2      # and of one copy of them
+TEAM = 2                       # warps that share a tile of codes
 
 
 class Shape(NamedTuple):
@@ -118,11 +119,11 @@ def code_tile(blocks: int, codes: str) -> int:
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Returns the number of parts of rows of k inputs, which the warps share evenly; 0: there are
-    none."""
-    codes = shape.codes
-    return next((n for n in range(1, k // BLOCK + cfg.warps)
-                 if not (cfg.warps % n if n < cfg.warps else n % cfg.warps)
+    """Returns the number of parts of rows of k inputs, which the teams of warps share evenly; 0:
+    there are none."""
+    codes, teams = shape.codes, cfg.warps // TEAM
+    return next((n for n in range(1, k // BLOCK + teams)
+                 if not (teams % n if n < teams else n % teams)
                  and code_tile(code_blocks(k, n, codes), codes) <= cfg.tile), 0)
 
 
@@ -195,21 +196,21 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
-              16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
+              16 * cfg.stages + 32 + 4 * shape.batch * cfg.warps
               + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
 
 
 def _code_bytes(shape: Shape, cfg: Config) -> int:
-    """Returns the bytes of the sums by parts of the warps, and of the offsets of either x."""
+    """Returns the bytes of the sums by parts of the warps, and of the scales of either x."""
     longest = max(shape.hidden, shape.heads * shape.dim, shape.inner)
     return 4 * shape.batch * (code_rounds(cfg) * CODE_ROWS * cfg.warps + 2 * longest // BLOCK)
 
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return cfg.stages // cfg.warps + 2
+    return cfg.stages // (cfg.warps // TEAM) + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -245,8 +246,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if (cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps
-            or (codes and code_rounds(cfg) > MAX_ROUNDS)):
+    if (cfg.stages % cfg.warps or cfg.stages < (1 if codes else 2) * cfg.warps
+            or (codes and (cfg.warps % TEAM or code_rounds(cfg) > MAX_ROUNDS))):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -272,9 +273,9 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24),
-         Config(4, 8, 8, 2, tile=9216, later_polls=24),
-         Config(2, 4, 4, 2, tile=9216, later_polls=24))
+CODED = (Config(8, 8, 8, 2, tile=17408, later_polls=24),
+         Config(8, 8, 8, 2, tile=9216, later_polls=24),
+         Config(4, 4, 4, 2, tile=9216, later_polls=24))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:

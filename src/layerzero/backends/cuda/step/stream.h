@@ -69,11 +69,18 @@ FN void copies_arrive(u64* mbarrier) {
     asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
 }
 
-// a & mask | bits, in one instruction: of two constants the compiler makes two
-FN u32 masked_or(u32 a, u32 mask, u32 bits) {
+// a & mask ^ bits, in one instruction: of two constants the compiler makes two
+FN u32 masked_xor(u32 a, u32 mask, u32 bits) {
     u32 v;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
     return v;
+}
+
+// Tensor cores: d = a x b + c, 16 x 8 x 32, signed, four per register
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 // Two codes of fp8_e4m3 as a pair of fp16

@@ -105,12 +105,12 @@ FN void copies_arrive(u64* mbarrier) {
 
 FN u32 masked_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
 
-FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     u32 raised[4], of_128[4];                      // a is that of unsigned bytes, less 128
     const u32 none[4] = {0, 0, 0, 0}, all_128[4] = {0x80808080u, 0x80808080u, 0x80808080u, 0x80808080u};
     for (int n = 0; n < 4; ++n) raised[n] = a[n] ^ 0x80808080u;
-    mma_u8_s8(of_128, all_128, b0, b1, none);
-    mma_u8_s8(d, raised, b0, b1, c);
+    mma_u8_s8(of_128, all_128, b[0], b[1], none);
+    mma_u8_s8(d, raised, b[0], b[1], d);
     for (int n = 0; n < 4; ++n) d[n] -= of_128[n];
 }
 
@@ -123,6 +123,8 @@ FN u32 fp8_pair(u32 codes) {
     }
     return pack2<false>(v[0], v[1]);
 }
+
+FN void fp8_pairs(u32 codes, u32& first, u32& second) { first = fp8_pair(codes), second = fp8_pair(codes >> 16); }
 
 struct alignas(16) Words { u64 x, y; };
 

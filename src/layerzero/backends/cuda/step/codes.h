@@ -6,7 +6,6 @@
 // one has the first half, the other the second. The warps of a block split the inputs of an item (16 rows),
 // and one of them adds up their partial sums.
 constexpr static int COLUMNS = (BATCH + 3) / 4;    // tiles of eight
-constexpr static u32 MAGIC = 0x4B400000u;          // an integer added to these bits is added to the float, 1.5 * 2^23
 
 FN_MEMBER static int member() { return warp() / TEAMS; }
 // Which row of eight a lane has: so chosen that the eight lanes of an access to shared memory do not meet in a bank
@@ -14,75 +13,91 @@ FN_MEMBER static int code_row() { return lane() / 8 + lane() / 4 % 2 * 4; }
 
 // Decodes four codes of fp8, or eight of int4, first those with even numbers
 FN_MEMBER static void decode(u32 word, u32& first, u32& second) {
-    if (CODES == 1) {
+    if (CODES == 1)
         first = masked_xor(word << 4, 0xF0F0F0F0u, 0x80808080u), second = masked_xor(word, 0xF0F0F0F0u, 0x80808080u);
-        return;
+    else fp8_pairs(word, first, second);
+}
+
+// What a lane has of half a run: 16 bytes of two rows, and of the columns of x
+struct Operands {
+    Four rows[2], x[COLUMNS][2];
+
+    // As operands of four products of the tensor cores
+    FN_MEMBER void decoded(u32 (&a)[4][4]) const {
+        UNROLL for (int r = 0; r < 2; ++r) {
+            decode(rows[r].x, a[0][r], a[0][2 + r]);
+            decode(rows[r].y, a[1][r], a[1][2 + r]);
+            decode(rows[r].z, a[2][r], a[2][2 + r]);
+            decode(rows[r].w, a[3][r], a[3][2 + r]);
+        }
     }
-    first = fp8_pair(word), second = fp8_pair(word >> 16);
-}
+};
 
-// A lane's 16 bytes of two rows as operands
-FN_MEMBER static void decode(Four upper, Four lower, u32 (&a)[4][4]) {
-    const u32 words[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
-    UNROLL for (int n = 0; n < 4; ++n)
-        UNROLL for (int r = 0; r < 2; ++r) decode(words[r][n], a[n][r], a[n][2 + r]);
-}
-
-// The products of two rows with x, in two chains, since each waits for the one before it in its chain
-FN_MEMBER static void multiply_half(const u32 (&a)[4][4], Four left, Four right, float (&product)[2]) {
+// The products of two rows with x
+FN_MEMBER static void multiply_half(const u32 (&a)[4][4], const Four (&x)[2], float (&product)[2]) {
+    const u32 b[4][2] = {{x[0].x, x[0].y}, {x[0].z, x[0].w}, {x[1].x, x[1].y}, {x[1].z, x[1].w}};
     if (CODES == 1) {
-        const u32 zero[4] = {0, 0, 0, 0}, magic[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
-        u32 one[4], other[4];
-        mma_s8(one, a[0], left.x, left.y, magic);
-        mma_s8(other, a[2], right.x, right.y, zero);
-        mma_s8(one, a[1], left.z, left.w, one);
-        mma_s8(other, a[3], right.z, right.w, other);
-        float v[4];
-        UNROLL for (int e = 0; e < 4; ++e) v[e] = bits_float(one[e] + other[e]) - bits_float(MAGIC);
-        UNROLL for (int e = 0; e < 2; ++e) product[e] = v[2 * e] * 256 + v[2 * e + 1];
-        return;
+        u32 acc[4] = {0, 0, 0, 0};
+        UNROLL for (int n = 0; n < 4; ++n) mma_s8(acc, a[n], b[n]);
+        UNROLL for (int e = 0; e < 2; ++e) product[e] = float(int(acc[2 * e] * 256 + acc[2 * e + 1]));
+    } else {
+        float acc[4] = {0, 0, 0, 0};
+        UNROLL for (int n = 0; n < 4; ++n) mma<false>(acc, a[n], b[n]);
+        UNROLL for (int e = 0; e < 2; ++e) product[e] = acc[2 * e];
     }
-    float one[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
-    mma<false>(one, a[0], {left.x, left.y});
-    mma<false>(other, a[2], {right.x, right.y});
-    mma<false>(one, a[1], {left.z, left.w});
-    mma<false>(other, a[3], {right.z, right.w});
-    UNROLL for (int e = 0; e < 2; ++e) product[e] = one[2 * e] + other[2 * e];
 }
 
-// Adds the product of this warp's half of a tile and x to `sum`, of two rows and one row of x. The operands
-// of the next run are asked for as soon as there is room for them.
+// Adds the product of this warp's half of a tile and x to `sum`, of two rows and one row of x. Two runs at a
+// time, so that one's products do not wait for the other's; their successors are asked for as soon as there is
+// room for them, also where there are none.
 template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs, const u8* x, const float* scales_of_x,
                                                            float (&sum)[COLUMNS][2]) const {
     constexpr int BOX = box_bytes(BLOCKS), SECOND = CODES == 1 ? 128 : 16;     // where the second half of x lies
+    constexpr int RUNS = BLOCKS * 128 / RUN;
+    constexpr bool PAIRED = RUNS % 2 == 0 && K / RUN % RUNS == 0;
     const int column = lane() / 4, t = lane() % 4;
     const u8* codes = tile(number) + code_row() * 128 + swizzled(code_row(), 4 * member() + t);
     const u8* scales = shared() + number % STAGES * STAGE + 2 * BOX + member() * 32 + code_row() * 4;
+    const float* by = scales_of_x + (CODES == 1 ? member() : 0);
     x += member() * RUN + (CODES == 1 ? column % 2 * 64 + t * 16 : t * 32);
-    const u8* from[COLUMNS];
-    const float* by[COLUMNS];
-    UNROLL for (int c = 0; c < COLUMNS; ++c) {
-        from[c] = x + min_int(4 * c + column / 2, BATCH - 1) * (2 * K);
-        by[c] = scales_of_x + min_int(4 * c + t, BATCH - 1) * (K / 128) + (CODES == 1 ? member() : 0);
-    }
-    Four upper = load4(codes), lower = load4(codes + BOX), left[COLUMNS], right[COLUMNS];
-    UNROLL for (int c = 0; c < COLUMNS; ++c) left[c] = load4(from[c]), right[c] = load4(from[c] + SECOND);
-    ROLLED for (int run = 1; run <= runs; ++run) {
-        const int following = run < runs ? run : 0;
-        u32 a[4][4];
-        decode(upper, lower, a);
-        upper = load4(codes + following * 1024), lower = load4(codes + BOX + following * 1024);
-        const u32 row_scales = CODES == 1 ? *(const u32*)scales : 0;
+    Operands half[2];
+    const auto load_rows = [&](Operands& to, int run) {
+        UNROLL for (int r = 0; r < 2; ++r) to.rows[r] = load4(codes + r * BOX + run * 1024);
+    };
+    const auto load_x = [&](Operands& to, int c, int run) {
+        if (8 * c + column >= 2 * BATCH) return;   // fewer accesses; what these columns give is not used
+        UNROLL for (int r = 0; r < 2; ++r)
+            to.x[c][r] = load4(x + (4 * c + column / 2) * (2 * K) + run * (2 * RUN) + r * SECOND);
+    };
+    UNROLL for (int u = 0; u < 2; ++u) {
+        load_rows(half[u], u);
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
-            const float x_scale = *by[c];
-            float product[2];
-            multiply_half(a, left[c], right[c], product);
-            left[c] = load4(from[c] + following * (2 * RUN)), right[c] = load4(from[c] + following * (2 * RUN) + SECOND);
-            sum[c][0] += product[0] * (CODES == 1 ? x_scale * low(row_scales) : x_scale);
-            sum[c][1] += product[1] * (CODES == 1 ? x_scale * high(row_scales) : x_scale);
-            by[c] += RUN / 128;
+            half[u].x[c][0] = half[u].x[c][1] = {0, 0, 0, 0};
+            load_x(half[u], c, u);
         }
-        scales += 64;
+    }
+    ROLLED for (int run = 0; run < runs; run += 2) {
+        u32 a[2][4][4];
+        UNROLL for (int u = 0; u < 2; ++u) {
+            half[u].decoded(a[u]);
+            load_rows(half[u], u + 2);
+        }
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+            const float* scales_at = by + min_int(4 * c + t, BATCH - 1) * (K / 128);
+            float product[2][2];
+            UNROLL for (int u = 0; u < 2; ++u) {
+                multiply_half(a[u], half[u].x[c], product[u]);
+                load_x(half[u], c, u + 2);
+            }
+            UNROLL for (int u = 0; u < 2; ++u) {
+                if (!PAIRED && run + u >= runs) continue;
+                const u32 row_scales = CODES == 1 ? *(const u32*)(scales + u * 64) : 0x3F803F80u;
+                const float x_scale = scales_at[u * (RUN / 128)];
+                sum[c][0] += product[u][0] * (x_scale * low(row_scales));
+                sum[c][1] += product[u][1] * (x_scale * high(row_scales));
+            }
+        }
+        codes += 2048, x += 4 * RUN, scales += 128, by += RUN / 64;
     }
     sync_warp();
     if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));

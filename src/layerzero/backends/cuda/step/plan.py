@@ -210,7 +210,7 @@ def _code_bytes(shape: Shape, cfg: Config) -> int:
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return cfg.stages // (cfg.warps // TEAM) + 2
+    return -(-cfg.stages // (cfg.warps // TEAM)) + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -246,8 +246,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if (cfg.stages % cfg.warps or cfg.stages < (1 if codes else 2) * cfg.warps
-            or (codes and (cfg.warps % TEAM or code_rounds(cfg) > MAX_ROUNDS))):
+    if (cfg.warps % TEAM or cfg.stages < cfg.warps or code_rounds(cfg) > MAX_ROUNDS if codes
+            else cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:

@@ -78,7 +78,7 @@ constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 // For products with codes (codes.h)
-constexpr int ROUNDS = STAGES / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
+constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
 FN float* code_sums() { return sums() + (BATCH * WARPS + 3) / 4 * 4; }
 FN float* x_scales(bool of_odd_x) {
     return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128);
@@ -198,6 +198,7 @@ struct Consumer {
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
+        if (STAGES % WARPS) wait_for_stage(number);
         wait(full(number % STAGES), (number / STAGES) & 1);
         return shared() + number % STAGES * STAGE;
     }

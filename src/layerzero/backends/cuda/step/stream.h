@@ -76,18 +76,17 @@ FN u32 masked_xor(u32 a, u32 mask, u32 bits) {
     return v;
 }
 
-// Tensor cores: d = a x b + c, 16 x 8 x 32, signed, four per register
-FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+// Tensor cores: d += a x b, 16 x 8 x 32, signed, four per register
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two codes of fp8_e4m3 as a pair of fp16
-FN u32 fp8_pair(u32 codes) {
-    u32 v;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(u16(codes)));
-    return v;
+// Four codes of fp8_e4m3 as pairs of fp16
+FN void fp8_pairs(u32 codes, u32& first, u32& second) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(first), "=r"(second) : "r"(codes));
 }
 
 struct alignas(16) Words { u64 x, y; };

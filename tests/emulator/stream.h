@@ -105,6 +105,8 @@ FN void copies_arrive(u64* mbarrier) {
 
 FN u32 masked_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
 
+FN float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+
 FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     u32 raised[4], of_128[4];                      // a is that of unsigned bytes, less 128
     const u32 none[4] = {0, 0, 0, 0}, all_128[4] = {0x80808080u, 0x80808080u, 0x80808080u, 0x80808080u};

@@ -8,8 +8,8 @@ FN int stream_place(int row) { return CODED ? (row & ~127) + (row & 2) * 32 + (r
 
 // Polls COUNT of the units of words that belong to this thread, from its n-th on: a pair, and of WIDE pairs
 // each 64 words after the one before
-template <int UNITS, int COUNT, int WIDE, typename Place, typename Take>
-FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
+template <int UNITS, int COUNT, int WIDE, typename Place, typename Take, typename Then>
+FN void receive_some(int n, const Place& place, u32 tag, const Take& take, const Then& then) {
     Words v[COUNT][WIDE];
     bool all;
     do {
@@ -28,72 +28,82 @@ FN void receive_some(int n, const Place& place, u32 tag, const Take& take) {
         if (unit >= UNITS) continue;
         u32 values[2 * WIDE];
         UNROLL for (int w = 0; w < WIDE; ++w) values[2 * w] = u32(v[u][w].x), values[2 * w + 1] = u32(v[u][w].y);
-        take(unit, values);
+        take(unit, values, u);
     }
+    UNROLL for (int u = 0; u < COUNT; ++u)
+        if ((n + u) * THREADS + thread() < UNITS) then((n + u) * THREADS + thread(), u);
 }
 
-// Polls UNITS units of words, at place(unit), and calls take(unit, values) for each
-template <int UNITS, int WIDE = 1, typename Place, typename Take>
-FN void receive_at(const Place& place, u32 tag, const Take& take) {
+struct Nothing { FN_MEMBER void operator()(int, int) const {} };
+
+constexpr int POLLS = max_int(FIRST_POLLS, LATER_POLLS);   // of a thread at a time, at most
+
+// Polls UNITS units of words, at place(unit). Of those that are polled together it calls take(unit, values, number)
+// for each, then then(unit, number) for each, numbers from 0 on.
+template <int UNITS, int WIDE = 1, typename Place, typename Take, typename Then = Nothing>
+FN void receive_at(const Place& place, u32 tag, const Take& take, const Then& then = {}) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS / WIDE), MOST = LATER_POLLS / WIDE;
     if constexpr (LATER_POLLS > FIRST_POLLS) {
         constexpr int REST = EACH - FIRST, TURNS = (REST + MOST - 1) / MOST;
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST, WIDE>(0, place, tag, take);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WIDE>(n, place, tag, take);
+        receive_some<UNITS, FIRST, WIDE>(0, place, tag, take, then);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WIDE>(n, place, tag, take, then);
     } else                                         // less code: one loop for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WIDE>(n, place, tag, take);
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WIDE>(n, place, tag, take, then);
 }
 
 #if CODES
-// Converts 128 inputs for the products with codes (codes.h), four of each lane of a warp, and stores their
-// scale. For int4: signed bytes, in the order in which codes are decoded; for each word of eight codes, of
-// which two lanes have the inputs, one of them stores the first bytes and the other the second.
-FN void quantize(u8* x, float* scales, int group, const float (&v)[4]) {
-    u32 largest = 0;                               // as bits, where a NaN is above all numbers
-    UNROLL for (int n = 0; n < 4; ++n) {
-        const u32 size = float_bits(v[n]) & 0x7FFFFFFFu;
-        largest = size > largest ? size : largest;
+// 128 inputs for the products with codes (codes.h), four of each lane of a warp
+struct Group {
+    float v[4];
+    u32 largest;
+
+    FN_MEMBER void set(float v0, float v1, float v2, float v3) {
+        v[0] = v0, v[1] = v1, v[2] = v2, v[3] = v3;
+        largest = warp_max_bits(float_bits(max_or_nan(max_or_nan(fabsf(v0), fabsf(v1)), max_or_nan(fabsf(v2), fabsf(v3)))));
     }
-    largest = warp_max_bits(largest);
-    u64* to = (u64*)(x + group * 256);
-    if (CODES == 2) {                              // a power of two, with which the largest one is at least 2^13
-        const int exponent = max_int(14, largest >> 23);
-        const float by = bits_float(u32(267 - exponent) << 23);
-        to[lane()] = u64(pack2<false>(v[2] * by, v[3] * by)) << 32 | pack2<false>(v[0] * by, v[1] * by);
-        if (lane() == 0) scales[group] = bits_float(u32(exponent - 13) << 23);
-        return;
+
+    // Stores them and their scale. For int4: two signed bytes of each, 256 * first + second, in the order in which
+    // codes are decoded. Two lanes have the inputs of a word of eight codes: one stores the first bytes, the
+    // other the second.
+    FN_MEMBER void store(u8* x, float* scales, int group) const {
+        u64* to = (u64*)(x + group * 256);
+        if (CODES == 2) {                          // a power of two, with which the largest one is at least 2^13
+            const int exponent = max_int(14, largest >> 23);
+            const float by = bits_float(u32(267 - exponent) << 23);
+            to[lane()] = u64(pack2<false>(v[2] * by, v[3] * by)) << 32 | pack2<false>(v[0] * by, v[1] * by);
+            if (lane() == 0) scales[group] = bits_float(u32(exponent - 13) << 23);
+            return;
+        }
+        constexpr float MOST = 127 * 256;          // and codes are 16 times as large
+        const float by = MOST * reciprocal(fmaxf(bits_float(largest), 1e-30f));
+        u32 bits[4];                               // rounded to an integer, in the low bits of 1.5 * 2^23, plus 128:
+        UNROLL for (int n = 0; n < 4; ++n) bits[n] = float_bits(v[n] * by + 12583040.0f);     // byte 0 is second + 128
+        const u32 even = permute_bytes(bits[0], bits[2], 0x5410), odd = permute_bytes(bits[1], bits[3], 0x5410);
+        const u32 first = permute_bytes(even, odd, 0x7531), second = permute_bytes(even, odd, 0x6420) ^ 0x80808080u;
+        const bool is_odd = lane() % 2;
+        const u32 own = is_odd ? second : first, other = shuffle_xor(is_odd ? first : second, 1);
+        const int word = lane() / 2 % 4;           // of the 16 bytes of codes that a lane multiplies
+        to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] =
+            u64(permute_bytes(own, other, is_odd ? 0x3276 : 0x7632)) << 32 | permute_bytes(own, other, is_odd ? 0x1054 : 0x5410);
+        if (lane() == 0) scales[group] = bits_float(largest) * (1 / (16 * MOST));
     }
-    constexpr float MOST = 127 * 256;              // and codes are 16 times as large
-    const float by = MOST * reciprocal(fmaxf(bits_float(largest), 1e-30f));
-    u32 bits[4], raised[4];                        // of which byte 0 is the second byte, and byte 1 the first
-    UNROLL for (int n = 0; n < 4; ++n) {
-        bits[n] = float_bits(v[n] * by + 12582912.0f);     // 1.5 * 2^23: rounds to an integer
-        raised[n] = bits[n] + 128;
-    }
-    const u32 first = permute_bytes(permute_bytes(raised[0], raised[2], 0x51), permute_bytes(raised[1], raised[3], 0x51), 0x5410);
-    const u32 second = permute_bytes(permute_bytes(bits[0], bits[2], 0x40), permute_bytes(bits[1], bits[3], 0x40), 0x5410);
-    const bool is_odd = lane() % 2;
-    const u32 own = is_odd ? second : first, other = shuffle_xor(is_odd ? first : second, 1);
-    const u32 front = is_odd ? other : own, back = is_odd ? own : other;
-    const int word = lane() / 2 % 4;               // of the 16 bytes of codes that a lane multiplies
-    to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] =
-        u64(permute_bytes(front, back, 0x7632)) << 32 | permute_bytes(front, back, 0x5410);
-    if (lane() == 0) scales[group] = bits_float(largest) * (1 / (16 * MOST));
-}
+};
 #endif
 
 // Receives K values of each row of the batch, two to a word
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
-    UNROLL for (int b = 0; b < BATCH; ++b)
-        receive_at<K / 4>([=](int unit) { return from + b * (K / 2) + 2 * unit; }, tag, [=](int unit, const u32 (&v)[2]) {
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        const auto place = [=](int unit) { return from + b * (K / 2) + 2 * unit; };
 #if CODES
-            const float values[4] = {low(v[0]), high(v[0]), low(v[1]), high(v[1])};
-            quantize((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32, values);
+        Group groups[POLLS];
+        receive_at<K / 4>(place, tag, [&](int, const u32 (&v)[2], int u) {
+            groups[u].set(low(v[0]), high(v[0]), low(v[1]), high(v[1]));
+        }, [&](int unit, int u) { groups[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32); });
 #else
-            ((u64*)(x + b * K))[unit] = u64(v[1]) << 32 | v[0];
+        receive_at<K / 4>(place, tag, [=](int unit, const u32 (&v)[2], int) { ((u64*)(x + b * K))[unit] = u64(v[1]) << 32 | v[0]; });
 #endif
-        });
+    }
     sync_first(THREADS);
 }
 
@@ -111,7 +121,7 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
         float square = 0;
         if (from) {
             receive_at<UNITS, WIDE>([=](int unit) { return from + b * HIDDEN + stream_place(MANY * unit); }, tag,
-                                    [&](int unit, const u32 (&v)[MANY]) {
+                                    [&](int unit, const u32 (&v)[MANY], int) {
                 UNROLL for (int m = 0; m < MANY; ++m) {
                     to[MANY * unit + m] = bits_float(v[m]);
                     square += bits_float(v[m]) * bits_float(v[m]);
@@ -128,14 +138,17 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
             }
         }
 #if CODES
-        if (!in_order)
+        if (!in_order) {
+            Group groups[EACH];
             UNROLL for (int n = 0; n < EACH; ++n) {
-                const int unit = n * THREADS + thread();
-                if (unit >= UNITS) continue;
-                const float* at = to + MANY * unit;
-                const float v[4] = {at[0] * low(by[n][0]), at[1] * high(by[n][0]), at[2] * low(by[n][1]), at[3] * high(by[n][1])};
-                quantize((u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128), unit / 32, v);
+                if (n * THREADS + thread() >= UNITS) continue;
+                const float* at = to + MANY * (n * THREADS + thread());
+                groups[n].set(at[0] * low(by[n][0]), at[1] * high(by[n][0]), at[2] * low(by[n][1]), at[3] * high(by[n][1]));
             }
+            UNROLL for (int n = 0; n < EACH; ++n)
+                if (n * THREADS + thread() < UNITS)
+                    groups[n].store((u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128), (n * THREADS + thread()) / 32);
+        }
 #endif
         square = warp_sum(square);
         if (lane() == 0) sums()[b * WARPS + warp()] = square;

@@ -76,6 +76,12 @@ FN u32 masked_xor(u32 a, u32 mask, u32 bits) {
     return v;
 }
 
+FN float max_or_nan(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+
 // Tensor cores: d += a x b, 16 x 8 x 32, signed, four per register
 FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -61,6 +61,9 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return emulator::of(mbarrier).parity != parity;
 }
 
+FN bool mbarrier_tested(u64* mbarrier, u32 parity) { return mbarrier_passed(mbarrier, parity); }
+FN u32 cycles() { return u32(emulator::asked += 100); }
+
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::check_aligned(place);
     emulator::check_aligned(from);
@@ -90,6 +93,7 @@ FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarr
     emulator::in_flight.push_back({(u8*)place, box, u32(bytes), mbarrier});
 }
 
+FN void prefetch_box(const TensorMap*, int, int) {}
 FN void map_ready(const TensorMap*) {}
 FN void prefetch_map(const TensorMap*) {}
 
@@ -131,6 +135,8 @@ FN void fp8_pairs(u32 codes, u32& first, u32& second) { first = fp8_pair(codes),
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }
+FN Words peek_whole(const u64* from) { return peek2(from); }
+FN void post_whole(u64* to, Words v) { emulator::check_aligned(to); to[0] = v.x, to[1] = v.y; }
 FN u64 peek(const u64* from) { return *from; }
 FN void post(u64* to, u64 v) { *to = v; }
 FN u32 peek_flag(const u32* from) { return *from; }

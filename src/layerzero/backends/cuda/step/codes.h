@@ -117,25 +117,62 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
 // The factor of row b of x
 FN_MEMBER static float of_x(const Target& to, int b) { return BATCH == 1 ? to.norm : shuffle(to.norm, b); }
 
-// In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item; then one
-// warp adds up the partial sums of an item.
+// Of four lanes one posts the sums with the residual, rounded to 24 bits
+FN_MEMBER static void post_stream(const Target& to, int b, int row, float sum) {
+    const u32 bits = float_bits((sum + residual()[b * HIDDEN + row]) * (1 + 0x1p-17f));
+    const u32 others[3] = {shuffle_xor(bits, 1), shuffle_xor(bits, 2), shuffle_xor(bits, 3)};
+    if (lane() < 16 && lane() % 4 == 0)
+        post_whole(to.words + (b * HIDDEN + row) / 2, packed(bits, others[0], others[1], others[2], to.tag));
+}
+
+// An item whose partial sums this warp has to add up
+struct Owed {
+    int round, last, item;                         // `last`: of the items of the round
+    float scale[2], bias;
+};
+
+FN_MEMBER static Owed owed_item(int round, int last, int item, const Target& to) {
+    Owed owed = {round, last, item, {1, 1}, 0};
+    const bool is_gated = to.kind == TO_GATE;
+    const int row = is_gated ? item * 8 + lane() % 8 : min_int(item * 16 + lane() % 16, to.rows - 1);
+    if (CODES == 2) owed.scale[0] = to.scales[row], owed.scale[1] = is_gated ? to.scales[row + INNER] : 1;
+    if (BIAS && to.kind == TO_QKV) owed.bias = to_float<true>(to.bias[row]);
+    return owed;
+}
+
+template <int PARTS> FN_MEMBER static void add_up(const Owed& owed, const Target& to) {
+    sync_some(2 + owed.round % ROUNDS, THREADS);
+    ROLLED for (int b = 0; b < BATCH; ++b) {
+        const float by = of_x(to, b);
+        if (to.kind == TO_GATE) {
+            const int v = lane() % 8;
+            const float value = activated(total<PARTS>(owed.round, owed.last, v, b) * owed.scale[0] * by,
+                                          total<PARTS>(owed.round, owed.last, v + 8, b) * owed.scale[1] * by);
+            const float other = shuffle_xor(value, 1);
+            if (lane() < 8 && v % 2 == 0)
+                post(to.words + b * (INNER / 2) + owed.item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
+            continue;
+        }
+        const int row = owed.item * 16 + lane() % 16;
+        const float sum = total<PARTS>(owed.round, owed.last, lane() % 16, b) * owed.scale[0] * by;
+        if (to.kind == TO_STREAM) post_stream(to, b, row, sum);
+        else if (lane() < 16 && row < to.rows) emit(to, row, b, sum, owed.bias);
+    }
+}
+
+// In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item. One warp adds up
+// the partial sums of an item, after its part of the next round, so that it waits for no other.
 template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to) {
     constexpr int BLOCKS = code_blocks(K, SLICES), RUNS = BLOCKS * 128 / RUN, PARTS = SLICES < TEAMS ? SLICES : TEAMS;
     constexpr int ITEMS = TEAMS / PARTS;
-    const bool is_gated = to.kind == TO_GATE;
-    const Share share = take(first, is_gated ? INNER / 8 : ceil_div(to.rows, 16));
+    const Share share = take(first, to.kind == TO_GATE ? INNER / 8 : ceil_div(to.rows, 16));
     const int own = (warp() + TEAMS - next % TEAMS) % TEAMS, t = lane() % 4;
-    ROLLED for (int n = 0; n < share.count; n += ITEMS) {
+    Owed owed = {-1};
+    ROLLED for (int n = 0; n < share.count + DEFER * ITEMS; n += ITEMS) {
         const int round = n / ITEMS, last = (warp() + WARPS - n % WARPS) % WARPS;    // of the round, which this warp adds up
-        const bool is_last = last < ITEMS && n + last < share.count;
-        const int item = share.item(n + last);
-        float scale[2] = {1, 1}, bias = 0;         // asked for before anything is waited for
-        if (is_last && CODES == 2)
-            UNROLL for (int e = 0; e < 2; ++e) {
-                const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : min_int(item * 16 + lane() % 16, to.rows - 1);
-                scale[e] = to.scales[row];
-            }
-        if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[min_int(item * 16 + lane() % 16, to.rows - 1)]);
+        const bool is_last = last < ITEMS && n + last < share.count, is_more = n < share.count;
+        Owed following = {-1};                     // asked for before anything is waited for
+        if (is_last) following = owed_item(round, last, share.item(n + last), to);
         float sum[COLUMNS][2];
         UNROLL for (int c = 0; c < COLUMNS; ++c) sum[c][0] = sum[c][1] = 0;
         const int mine = n + own / PARTS;
@@ -145,30 +182,12 @@ template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to)
                                           x + s * (BLOCKS * 256), to.x_scales + s * BLOCKS, sum);
         UNROLL for (int c = 0; c < COLUMNS; ++c)
             UNROLL for (int e = 0; e < 2; ++e)
-                if (4 * c + t < BATCH)
+                if (is_more && 4 * c + t < BATCH)
                     part_sums(round, own * TEAM + member())[(code_row() + e * 8) * BATCH + 4 * c + t] = sum[c][e];
-        if (!is_last) {
-            arrive_some(2 + round % ROUNDS, THREADS);
-            continue;
-        }
-        sync_some(2 + round % ROUNDS, THREADS);
-        if (is_gated) {
-            ROLLED for (int b = 0; b < BATCH; ++b) {
-                const int v = lane() % 8;
-                const float by = of_x(to, b);
-                const float value = activated(total<TEAM * PARTS>(round, last, v, b) * scale[0] * by,
-                                              total<TEAM * PARTS>(round, last, v + 8, b) * scale[1] * by);
-                const float other = shuffle_xor(value, 1);
-                if (lane() < 8 && v % 2 == 0)
-                    post(to.words + b * (INNER / 2) + item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
-            }
-        } else
-            ROLLED for (int b = 0; b < BATCH; ++b) {
-                const int row = item * 16 + lane();
-                const float by = scale[0] * of_x(to, b);
-                if (lane() < 16 && row < to.rows)
-                    emit(to, row, b, total<TEAM * PARTS>(round, last, lane(), b) * by, bias);
-            }
+        if (is_more && !is_last) arrive_some(2 + round % ROUNDS, THREADS);
+        if (!DEFER) owed = following;
+        if (owed.round >= 0) add_up<TEAM * PARTS>(owed, to);
+        owed = following;
     }
     next += share.count * SLICES;
     ++phase;

@@ -2,34 +2,22 @@
 // thread polls FIRST_POLLS pairs of words until they have arrived, then LATER_POLLS at a time, since most
 // have arrived by then: every poll of a word that has not arrived delays the stores of other blocks.
 
-// Where the words of the residual lie: for codes a lane receives four values, and those of a warp lie so that each
-// of its two accesses is to a whole run.
-FN int stream_place(int row) { return CODED ? (row & ~127) + (row & 2) * 32 + (row & 124) / 2 + row % 2 : row; }
-
-// Polls COUNT of the units of words that belong to this thread, from its n-th on: a pair, and of WIDE pairs
-// each 64 words after the one before
-template <int UNITS, int COUNT, int WIDE, typename Place, typename Take, typename Then>
+// Polls COUNT of the pairs of words that belong to this thread, from its n-th on; or, if WHOLE, words of 16 bytes
+template <int UNITS, int COUNT, bool WHOLE, typename Place, typename Take, typename Then>
 FN void receive_some(int n, const Place& place, u32 tag, const Take& take, const Then& then) {
-    Words v[COUNT][WIDE];
+    Words v[COUNT];
     bool all;
     do {
         all = true;
         UNROLL for (int u = 0; u < COUNT; ++u) {
             const int unit = (n + u) * THREADS + thread();
             if (unit >= UNITS) continue;
-            UNROLL for (int w = 0; w < WIDE; ++w) {
-                v[u][w] = peek2(place(unit) + 64 * w);
-                all &= u32(v[u][w].x >> 32) == tag && u32(v[u][w].y >> 32) == tag;
-            }
+            v[u] = WHOLE ? peek_whole(place(unit)) : peek2(place(unit));
+            all &= (WHOLE || u32(v[u].x >> 32) == tag) && u32(v[u].y >> 32) == tag;
         }
     } while (!all && !given_up());
-    UNROLL for (int u = 0; u < COUNT; ++u) {
-        const int unit = (n + u) * THREADS + thread();
-        if (unit >= UNITS) continue;
-        u32 values[2 * WIDE];
-        UNROLL for (int w = 0; w < WIDE; ++w) values[2 * w] = u32(v[u][w].x), values[2 * w + 1] = u32(v[u][w].y);
-        take(unit, values, u);
-    }
+    UNROLL for (int u = 0; u < COUNT; ++u)
+        if ((n + u) * THREADS + thread() < UNITS) take((n + u) * THREADS + thread(), v[u], u);
     UNROLL for (int u = 0; u < COUNT; ++u)
         if ((n + u) * THREADS + thread() < UNITS) then((n + u) * THREADS + thread(), u);
 }
@@ -38,18 +26,18 @@ struct Nothing { FN_MEMBER void operator()(int, int) const {} };
 
 constexpr int POLLS = max_int(FIRST_POLLS, LATER_POLLS);   // of a thread at a time, at most
 
-// Polls UNITS units of words, at place(unit). Of those that are polled together it calls take(unit, values, number)
+// Polls UNITS pairs of words, at place(unit). Of those that are polled together it calls take(unit, words, number)
 // for each, then then(unit, number) for each, numbers from 0 on.
-template <int UNITS, int WIDE = 1, typename Place, typename Take, typename Then = Nothing>
+template <int UNITS, bool WHOLE = false, typename Place, typename Take, typename Then = Nothing>
 FN void receive_at(const Place& place, u32 tag, const Take& take, const Then& then = {}) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS / WIDE), MOST = LATER_POLLS / WIDE;
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS);
     if constexpr (LATER_POLLS > FIRST_POLLS) {
-        constexpr int REST = EACH - FIRST, TURNS = (REST + MOST - 1) / MOST;
+        constexpr int REST = EACH - FIRST, TURNS = (REST + LATER_POLLS - 1) / LATER_POLLS;
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST, WIDE>(0, place, tag, take, then);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WIDE>(n, place, tag, take, then);
+        receive_some<UNITS, FIRST, WHOLE>(0, place, tag, take, then);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WHOLE>(n, place, tag, take, then);
     } else                                         // less code: one loop for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WIDE>(n, place, tag, take, then);
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WHOLE>(n, place, tag, take, then);
 }
 
 #if CODES
@@ -97,15 +85,27 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
         const auto place = [=](int unit) { return from + b * (K / 2) + 2 * unit; };
 #if CODES
         Group groups[POLLS];
-        receive_at<K / 4>(place, tag, [&](int, const u32 (&v)[2], int u) {
-            groups[u].set(low(v[0]), high(v[0]), low(v[1]), high(v[1]));
+        receive_at<K / 4>(place, tag, [&](int, Words v, int u) {
+            groups[u].set(low(u32(v.x)), high(u32(v.x)), low(u32(v.y)), high(u32(v.y)));
         }, [&](int unit, int u) { groups[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32); });
 #else
-        receive_at<K / 4>(place, tag, [=](int unit, const u32 (&v)[2], int) { ((u64*)(x + b * K))[unit] = u64(v[1]) << 32 | v[0]; });
+        receive_at<K / 4>(place, tag, [=](int unit, Words v, int) { ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x); });
 #endif
     }
     sync_first(THREADS);
 }
+
+// Four values of the residual in a word of 16 bytes, 24 bits of each
+FN Words packed(u32 a, u32 b, u32 c, u32 d, u32 tag) {
+    return {u64(b >> 16 | c >> 8 << 16) << 32 | (a >> 8 | b >> 8 << 24), u64(tag) << 32 | (c >> 24 | d >> 8 << 8)};
+}
+
+FN void unpack(Words v, float (&values)[4]) {
+    const u32 x = u32(v.x), y = u32(v.x >> 32), z = u32(v.y);
+    values[0] = bits_float(x << 8), values[1] = bits_float(permute_bytes(x, y, 0x5430) & ~0xFFu);
+    values[2] = bits_float(permute_bytes(y, z, 0x4320) & ~0xFFu), values[3] = bits_float(z & ~0xFFu);
+}
+FN void unpack(Words v, float (&values)[2]) { values[0] = bits_float(u32(v.x)), values[1] = bits_float(u32(v.y)); }
 
 // Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding.
 // Unless `in_order`, x is for codes: then it is not yet multiplied by the norm, which is returned for the row of
@@ -120,11 +120,13 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
         float* to = residual() + b * HIDDEN;
         float square = 0;
         if (from) {
-            receive_at<UNITS, WIDE>([=](int unit) { return from + b * HIDDEN + stream_place(MANY * unit); }, tag,
-                                    [&](int unit, const u32 (&v)[MANY], int) {
+            receive_at<UNITS, CODED>([=](int unit) { return from + b * (HIDDEN / WIDE) + 2 * unit; }, tag,
+                                     [&](int unit, Words v, int) {
+                float values[MANY];
+                unpack(v, values);
                 UNROLL for (int m = 0; m < MANY; ++m) {
-                    to[MANY * unit + m] = bits_float(v[m]);
-                    square += bits_float(v[m]) * bits_float(v[m]);
+                    to[MANY * unit + m] = values[m];
+                    square += values[m] * values[m];
                 }
             });
         } else {

@@ -71,6 +71,8 @@ class Config(NamedTuple):
     copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
+    prefetch: int = 0
+    defer: int = 1
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -210,7 +212,7 @@ def _code_bytes(shape: Shape, cfg: Config) -> int:
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return -(-cfg.stages // (cfg.warps // TEAM)) + 2
+    return -(-cfg.stages // (cfg.warps // TEAM)) + 3
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -273,7 +275,7 @@ def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
 
 
-CODED = (Config(8, 8, 8, 2, tile=17408, later_polls=24),
+CODED = (Config(8, 10, 10, 2, tile=17408, later_polls=24),
          Config(8, 8, 8, 2, tile=9216, later_polls=24),
          Config(4, 4, 4, 2, tile=9216, later_polls=24))
 
@@ -294,7 +296,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FLIGHT": cfg.flight, "AHEAD": cfg.ahead, "CHUNK": cfg.chunk,
         "TOKENS": cached_tokens(shape.dim, cfg.tile), "COPIERS": cfg.copiers,
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
-        "SPLITS": splits, "GRID": blocks, "STAMPS": int(cfg.stamps),
+        "SPLITS": splits, "GRID": blocks, "PREFETCH": cfg.prefetch, "DEFER": cfg.defer, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},

@@ -35,6 +35,19 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return complete;
 }
 
+FN bool mbarrier_tested(u64* mbarrier, u32 parity) {       // without a wait
+    u32 complete;
+    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; "
+                 "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(shared_address(mbarrier)), "r"(parity) : "memory");
+    return complete;
+}
+
+FN u32 cycles() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(v));
+    return v;
+}
+
 // Sizes and addresses are multiples of 16.
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -53,6 +66,12 @@ FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarr
                  "[%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(shared_address(place)), "l"(map), "r"(0), "r"(row), "r"(run), "r"(shared_address(mbarrier))
                  : "memory");
+}
+
+// Brings the box to the L2 cache
+FN void prefetch_box(const TensorMap* map, int row, int run) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
+                 :: "l"(map), "r"(0), "r"(row), "r"(run) : "memory");
 }
 
 // Before the first copy of a launch by this map: the host wrote it
@@ -101,6 +120,18 @@ FN Words peek2(const u64* from) {                  // each word is whole; the tw
     Words v;
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(from) : "memory");
     return v;
+}
+
+FN Words peek_whole(const u64* from) {             // both are of the same time
+    Words v;
+    asm volatile("{ .reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+                 : "=l"(v.x), "=l"(v.y) : "l"(from) : "memory");
+    return v;
+}
+
+FN void post_whole(u64* to, Words v) {
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }"
+                 :: "l"(to), "l"(v.x), "l"(v.y) : "memory");
 }
 
 FN u64 peek(const u64* from) {

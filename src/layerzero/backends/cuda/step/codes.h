@@ -37,30 +37,31 @@ struct Operands {
 FN_MEMBER static void multiply_half(const u32 (&a)[4][4], const Four (&x)[2], float (&product)[2]) {
     const u32 b[4][2] = {{x[0].x, x[0].y}, {x[0].z, x[0].w}, {x[1].x, x[1].y}, {x[1].z, x[1].w}};
     if (CODES == 1) {
-        u32 acc[4] = {0, 0, 0, 0};
-        UNROLL for (int n = 0; n < 4; ++n) mma_s8(acc, a[n], b[n]);
-        UNROLL for (int e = 0; e < 2; ++e) product[e] = float(int(acc[2 * e] * 256 + acc[2 * e + 1]));
+        u32 acc[2][4] = {};                        // chains of their own: each product waits for the one before it
+        UNROLL for (int n = 0; n < 4; ++n) mma_s8(acc[n % 2], a[n], b[n]);
+        UNROLL for (int e = 0; e < 2; ++e)
+            product[e] = float(int((acc[0][2 * e] + acc[1][2 * e]) * 256 + acc[0][2 * e + 1] + acc[1][2 * e + 1]));
     } else {
-        float acc[4] = {0, 0, 0, 0};
-        UNROLL for (int n = 0; n < 4; ++n) mma<false>(acc, a[n], b[n]);
-        UNROLL for (int e = 0; e < 2; ++e) product[e] = acc[2 * e];
+        float acc[2][4] = {};
+        UNROLL for (int n = 0; n < 4; ++n) mma<false>(acc[n % 2], a[n], b[n]);
+        UNROLL for (int e = 0; e < 2; ++e) product[e] = acc[0][2 * e] + acc[1][2 * e];
     }
 }
 
 // Adds the product of this warp's half of a tile and x to `sum`, of two rows and one row of x. Two runs at a
-// time, so that one's products do not wait for the other's; their successors are asked for as soon as there is
-// room for them, also where there are none.
+// time if all slices have an even number; their successors are asked for as soon as there is room for them, also
+// where there are none.
 template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs, const u8* x, const float* scales_of_x,
                                                            float (&sum)[COLUMNS][2]) const {
     constexpr int BOX = box_bytes(BLOCKS), SECOND = CODES == 1 ? 128 : 16;     // where the second half of x lies
     constexpr int RUNS = BLOCKS * 128 / RUN;
-    constexpr bool PAIRED = RUNS % 2 == 0 && K / RUN % RUNS == 0;
+    constexpr int BESIDE = RUNS % 2 == 0 && K / RUN % RUNS == 0 ? 2 : 1;
     const int column = lane() / 4, t = lane() % 4;
     const u8* codes = tile(number) + code_row() * 128 + swizzled(code_row(), 4 * member() + t);
     const u8* scales = shared() + number % STAGES * STAGE + 2 * BOX + member() * 32 + code_row() * 4;
     const float* by = scales_of_x + (CODES == 1 ? member() : 0);
     x += member() * RUN + (CODES == 1 ? column % 2 * 64 + t * 16 : t * 32);
-    Operands half[2];
+    Operands half[BESIDE];
     const auto load_rows = [&](Operands& to, int run) {
         UNROLL for (int r = 0; r < 2; ++r) to.rows[r] = load4(codes + r * BOX + run * 1024);
     };
@@ -69,35 +70,34 @@ template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs,
         UNROLL for (int r = 0; r < 2; ++r)
             to.x[c][r] = load4(x + (4 * c + column / 2) * (2 * K) + run * (2 * RUN) + r * SECOND);
     };
-    UNROLL for (int u = 0; u < 2; ++u) {
+    UNROLL for (int u = 0; u < BESIDE; ++u) {
         load_rows(half[u], u);
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
             half[u].x[c][0] = half[u].x[c][1] = {0, 0, 0, 0};
             load_x(half[u], c, u);
         }
     }
-    ROLLED for (int run = 0; run < runs; run += 2) {
-        u32 a[2][4][4];
-        UNROLL for (int u = 0; u < 2; ++u) {
+    ROLLED for (int run = 0; run < runs; run += BESIDE) {
+        u32 a[BESIDE][4][4];
+        UNROLL for (int u = 0; u < BESIDE; ++u) {
             half[u].decoded(a[u]);
-            load_rows(half[u], u + 2);
+            load_rows(half[u], u + BESIDE);
         }
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
             const float* scales_at = by + min_int(4 * c + t, BATCH - 1) * (K / 128);
-            float product[2][2];
-            UNROLL for (int u = 0; u < 2; ++u) {
+            float product[BESIDE][2];
+            UNROLL for (int u = 0; u < BESIDE; ++u) {
                 multiply_half(a[u], half[u].x[c], product[u]);
-                load_x(half[u], c, u + 2);
+                load_x(half[u], c, u + BESIDE);
             }
-            UNROLL for (int u = 0; u < 2; ++u) {
-                if (!PAIRED && run + u >= runs) continue;
+            UNROLL for (int u = 0; u < BESIDE; ++u) {
                 const u32 row_scales = CODES == 1 ? *(const u32*)(scales + u * 64) : 0x3F803F80u;
                 const float x_scale = scales_at[u * (RUN / 128)];
                 sum[c][0] += product[u][0] * (x_scale * low(row_scales));
                 sum[c][1] += product[u][1] * (x_scale * high(row_scales));
             }
         }
-        codes += 2048, x += 4 * RUN, scales += 128, by += RUN / 64;
+        codes += BESIDE * 1024, x += BESIDE * 2 * RUN, scales += BESIDE * 64, by += BESIDE * RUN / 128;
     }
     sync_warp();
     if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));

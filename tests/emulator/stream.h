@@ -61,9 +61,6 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return emulator::of(mbarrier).parity != parity;
 }
 
-FN bool mbarrier_tested(u64* mbarrier, u32 parity) { return mbarrier_passed(mbarrier, parity); }
-FN u32 cycles() { return u32(emulator::asked += 100); }
-
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::check_aligned(place);
     emulator::check_aligned(from);
@@ -93,7 +90,6 @@ FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarr
     emulator::in_flight.push_back({(u8*)place, box, u32(bytes), mbarrier});
 }
 
-FN void prefetch_box(const TensorMap*, int, int) {}
 FN void map_ready(const TensorMap*) {}
 FN void prefetch_map(const TensorMap*) {}
 

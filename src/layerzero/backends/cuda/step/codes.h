@@ -1,10 +1,10 @@
 // Members of Consumer (step.cu): products of codes on the tensor cores. The A operand is 16 rows of a
-// weight; two columns of B belong to each row of x, which is scaled for each 128 inputs (`quantize` in
-// inputs.h). A code of int4 becomes a signed byte, 16 * (code - 8), in one instruction for four or one
-// more; x is two such bytes, 256 * first + second, one in each column, and sums of integers are exact.
-// fp8 becomes fp16, as x is, in both columns. Two warps share a tile: of each run of 128 bytes
-// one has the first half, the other the second. The warps of a block split the inputs of an item (16 rows),
-// and one of them adds up their partial sums.
+// weight; two columns of B belong to each row of x, which is scaled for each 128 inputs (`Group` in
+// inputs.h). A code of int4 becomes a signed byte, 16 * (code - 8), by one instruction for four codes, or two;
+// x is two signed bytes, 256 * first + second, one in each column, and sums of integers are exact. fp8
+// becomes fp16, as x is, in both columns. Two warps share a tile: of each run of 128 bytes one has
+// the first half, the other the second. The teams of a block split the inputs of an item (16 rows), and one
+// warp adds up their partial sums.
 constexpr static int COLUMNS = (BATCH + 3) / 4;    // tiles of eight
 
 FN_MEMBER static int member() { return warp() / TEAMS; }
@@ -160,19 +160,18 @@ template <int PARTS> FN_MEMBER static void add_up(const Owed& owed, const Target
     }
 }
 
-// In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item. One warp adds up
-// the partial sums of an item, after its part of the next round, so that it waits for no other.
+// In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item; then one
+// warp adds up the partial sums of an item.
 template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to) {
     constexpr int BLOCKS = code_blocks(K, SLICES), RUNS = BLOCKS * 128 / RUN, PARTS = SLICES < TEAMS ? SLICES : TEAMS;
     constexpr int ITEMS = TEAMS / PARTS;
     const Share share = take(first, to.kind == TO_GATE ? INNER / 8 : ceil_div(to.rows, 16));
     const int own = (warp() + TEAMS - next % TEAMS) % TEAMS, t = lane() % 4;
-    Owed owed = {-1};
-    ROLLED for (int n = 0; n < share.count + DEFER * ITEMS; n += ITEMS) {
+    ROLLED for (int n = 0; n < share.count; n += ITEMS) {
         const int round = n / ITEMS, last = (warp() + WARPS - n % WARPS) % WARPS;    // of the round, which this warp adds up
-        const bool is_last = last < ITEMS && n + last < share.count, is_more = n < share.count;
-        Owed following = {-1};                     // asked for before anything is waited for
-        if (is_last) following = owed_item(round, last, share.item(n + last), to);
+        const bool is_last = last < ITEMS && n + last < share.count;
+        Owed owed;                                 // asked for before anything is waited for
+        if (is_last) owed = owed_item(round, last, share.item(n + last), to);
         float sum[COLUMNS][2];
         UNROLL for (int c = 0; c < COLUMNS; ++c) sum[c][0] = sum[c][1] = 0;
         const int mine = n + own / PARTS;
@@ -182,12 +181,10 @@ template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to)
                                           x + s * (BLOCKS * 256), to.x_scales + s * BLOCKS, sum);
         UNROLL for (int c = 0; c < COLUMNS; ++c)
             UNROLL for (int e = 0; e < 2; ++e)
-                if (is_more && 4 * c + t < BATCH)
+                if (4 * c + t < BATCH)
                     part_sums(round, own * TEAM + member())[(code_row() + e * 8) * BATCH + 4 * c + t] = sum[c][e];
-        if (is_more && !is_last) arrive_some(2 + round % ROUNDS, THREADS);
-        if (!DEFER) owed = following;
-        if (owed.round >= 0) add_up<TEAM * PARTS>(owed, to);
-        owed = following;
+        if (is_last) add_up<TEAM * PARTS>(owed, to);
+        else arrive_some(2 + round % ROUNDS, THREADS);
     }
     next += share.count * SLICES;
     ++phase;

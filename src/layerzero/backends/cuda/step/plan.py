@@ -63,7 +63,8 @@ class Shape(NamedTuple):
 
 class Config(NamedTuple):
     warps: int = 4             # that multiply; others copy
-    stages: int = 12           # tiles of a block in shared memory, a multiple of the warps
+    stages: int = 12           # tiles of a block in shared memory; without codes a multiple of the
+                               # warps
     flight: int = 12           # tiles that are being copied at a time,
     ahead: int = 2             # and before their phase has begun
     chunk: int = 128           # tokens of the cache that a block has at least
@@ -71,8 +72,6 @@ class Config(NamedTuple):
     copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
-    prefetch: int = 0
-    defer: int = 1
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -212,7 +211,7 @@ def _code_bytes(shape: Shape, cfg: Config) -> int:
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return -(-cfg.stages // (cfg.warps // TEAM)) + 3
+    return -(-cfg.stages // (cfg.warps // TEAM)) + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -266,18 +265,17 @@ def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
+    polls = 4 if shape.codes == "fp8_e4m3" else 8
+    coded = [[Config(warps, stages, stages, tile=tile, first_polls=polls, later_polls=24)
+              for warps, stages in sizes]
+             for tile, sizes in ((17408, ((8, 10), (8, 8))), (9216, ((8, 8), (4, 4))))]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
-               for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows])]
+               for kind in (coded if shape.codes else [by_rows])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]
 
 
 def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
-
-
-CODED = (Config(8, 10, 10, 2, tile=17408, later_polls=24),
-         Config(8, 8, 8, 2, tile=9216, later_polls=24),
-         Config(4, 4, 4, 2, tile=9216, later_polls=24))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
@@ -296,7 +294,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FLIGHT": cfg.flight, "AHEAD": cfg.ahead, "CHUNK": cfg.chunk,
         "TOKENS": cached_tokens(shape.dim, cfg.tile), "COPIERS": cfg.copiers,
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
-        "SPLITS": splits, "GRID": blocks, "PREFETCH": cfg.prefetch, "DEFER": cfg.defer, "STAMPS": int(cfg.stamps),
+        "SPLITS": splits, "GRID": blocks, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},

@@ -74,31 +74,16 @@ struct Producer {
     template <int K, int SLICES> FN_MEMBER void coded(const TensorMap* codes, const u8* scales, int rows, bool is_gated) {
         constexpr int BLOCKS = code_blocks(K, SLICES), BOX = box_bytes(BLOCKS), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
         const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
-        const int first_tile = next, tiles = share.count * SLICES;
-        int fetched = 0;                           // tiles that were copied or brought to the L2 cache
-        const auto row = [&](int item) { return is_gated ? item * 8 + lane() * INNER : item * 16 + lane() * 8; };
         for (int n = 0; n < share.count; ++n)
             for (int slice = 0; slice < SLICES; ++slice, ++next) {
                 const int item = share.item(n);
                 const bool is_mine = copier() == 0 && slice * BLOCKS < K / 128;
-                fetched = max_int(fetched, next - first_tile);
-                if (PREFETCH && copier() == 0 && next >= STAGES) {
-                    u32 before = cycles();
-                    int spins = 0;
-                    while (!mbarrier_tested(empty(next % STAGES), (next / STAGES - 1) & 1) && !in_vain(watch, spins)) {
-                        if (fetched >= tiles || cycles() - before < PREFETCH) continue;
-                        before = cycles();
-                        if (lane() < 2)
-                            prefetch_box(codes, row(share.item(fetched / SLICES)), fetched % SLICES * (BLOCKS * 128 / RUN));
-                        ++fetched;
-                        sync_warp();
-                    }
-                    sync_warp();
-                }
                 u8* to = acquire(is_mine ? 2 * BOX + SCALES : 0);
                 sync_warp();
                 if (!to || !is_mine) continue;
-                if (lane() < 2) copy_box(to + lane() * BOX, codes, row(item), slice * (BLOCKS * 128 / RUN), full(next % STAGES));
+                if (lane() < 2)
+                    copy_box(to + lane() * BOX, codes, is_gated ? item * 8 + lane() * INNER : item * 16 + lane() * 8,
+                             slice * (BLOCKS * 128 / RUN), full(next % STAGES));
                 else if (SCALES && lane() == 2)
                     copy_bulk(to + 2 * BOX, scales + (i64(item) * SLICES + slice) * SCALES, SCALES, full(next % STAGES));
             }

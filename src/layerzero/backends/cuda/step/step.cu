@@ -78,7 +78,7 @@ constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 // For products with codes (codes.h)
-constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 3, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
+constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
 FN float* code_sums() { return sums() + (BATCH * WARPS + 3) / 4 * 4; }
 FN float* x_scales(bool of_odd_x) {
     return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128);

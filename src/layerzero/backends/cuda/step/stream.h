@@ -35,19 +35,6 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return complete;
 }
 
-FN bool mbarrier_tested(u64* mbarrier, u32 parity) {       // without a wait
-    u32 complete;
-    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; "
-                 "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(shared_address(mbarrier)), "r"(parity) : "memory");
-    return complete;
-}
-
-FN u32 cycles() {
-    u32 v;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(v));
-    return v;
-}
-
 // Sizes and addresses are multiples of 16.
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -66,12 +53,6 @@ FN void copy_box(void* place, const TensorMap* map, int row, int run, u64* mbarr
                  "[%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(shared_address(place)), "l"(map), "r"(0), "r"(row), "r"(run), "r"(shared_address(mbarrier))
                  : "memory");
-}
-
-// Brings the box to the L2 cache
-FN void prefetch_box(const TensorMap* map, int row, int run) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                 :: "l"(map), "r"(0), "r"(row), "r"(run) : "memory");
 }
 
 // Before the first copy of a launch by this map: the host wrote it

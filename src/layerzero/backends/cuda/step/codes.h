@@ -106,7 +106,9 @@ template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs,
 // Partial sums of 16 rows by one of the warps that share an item, for all rows of x. A warp is less than
 // ROUNDS rounds ahead of any other, so ROUNDS buffers suffice: tiles are copied in order, and its next tile
 // is copied only after the other warps have released theirs of STAGES / TEAMS rounds before.
-FN_MEMBER static float* part_sums(int round, int part) { return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH); }
+FN_MEMBER static float* part_sums(int round, int part) {
+    return code_sums() + (round % ROUNDS * WARPS + part) * (16 * BATCH);
+}
 
 template <int PARTS> FN_MEMBER static float total(int round, int item, int row, int b) {
     float sum = 0;

@@ -48,7 +48,8 @@ struct Group {
 
     FN_MEMBER void set(float v0, float v1, float v2, float v3) {
         v[0] = v0, v[1] = v1, v[2] = v2, v[3] = v3;
-        largest = warp_max_bits(float_bits(max_or_nan(max_or_nan(fabsf(v0), fabsf(v1)), max_or_nan(fabsf(v2), fabsf(v3)))));
+        const float left = max_or_nan(fabsf(v0), fabsf(v1)), right = max_or_nan(fabsf(v2), fabsf(v3));
+        largest = warp_max_bits(float_bits(max_or_nan(left, right)));
     }
 
     // Stores them and their scale. For int4: two signed bytes of each, 256 * first + second, in the order in which
@@ -72,8 +73,9 @@ struct Group {
         const bool is_odd = lane() % 2;
         const u32 own = is_odd ? second : first, other = shuffle_xor(is_odd ? first : second, 1);
         const int word = lane() / 2 % 4;           // of the 16 bytes of codes that a lane multiplies
-        to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] =
-            u64(permute_bytes(own, other, is_odd ? 0x3276 : 0x7632)) << 32 | permute_bytes(own, other, is_odd ? 0x1054 : 0x5410);
+        const u32 low_bytes = permute_bytes(own, other, is_odd ? 0x1054 : 0x5410);
+        const u32 high_bytes = permute_bytes(own, other, is_odd ? 0x3276 : 0x7632);
+        to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] = u64(high_bytes) << 32 | low_bytes;
         if (lane() == 0) scales[group] = bits_float(largest) * (1 / (16 * MOST));
     }
 };
@@ -89,7 +91,9 @@ template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
             groups[u].set(low(u32(v.x)), high(u32(v.x)), low(u32(v.y)), high(u32(v.y)));
         }, [&](int unit, int u) { groups[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32); });
 #else
-        receive_at<K / 4>(place, tag, [=](int unit, Words v, int) { ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x); });
+        receive_at<K / 4>(place, tag, [=](int unit, Words v, int) {
+            ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x);
+        });
 #endif
     }
     sync_first(THREADS);
@@ -107,6 +111,22 @@ FN void unpack(Words v, float (&values)[4]) {
 }
 FN void unpack(Words v, float (&values)[2]) { values[0] = bits_float(u32(v.x)), values[1] = bits_float(u32(v.y)); }
 
+#if CODES
+// Quantizes a row of the residual times the weight of the norm, as the threads received it
+template <int EACH> FN void quantize_normed(const float* residual, const u32 (&weight)[EACH][2], u8* x, float* scales) {
+    Group groups[EACH];
+    UNROLL for (int n = 0; n < EACH; ++n) {
+        const int unit = n * THREADS + thread();
+        if (unit >= HIDDEN / 4) continue;
+        const float* at = residual + 4 * unit;
+        const u32 left = weight[n][0], right = weight[n][1];
+        groups[n].set(at[0] * low(left), at[1] * high(left), at[2] * low(right), at[3] * high(right));
+    }
+    UNROLL for (int n = 0; n < EACH; ++n)
+        if (n * THREADS + thread() < HIDDEN / 4) groups[n].store(x, scales, (n * THREADS + thread()) / 32);
+}
+#endif
+
 // Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding.
 // Unless `in_order`, x is for codes: then it is not yet multiplied by the norm, which is returned for the row of
 // the batch that is this lane's, and all can be done before the block has come together to know it.
@@ -115,7 +135,8 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
     u32 by[EACH][WIDE];                            // the weight, loaded before the first wait
     UNROLL for (int n = 0; n < EACH; ++n)
         UNROLL for (int w = 0; w < WIDE; ++w)
-            if (n * THREADS + thread() < UNITS) by[n][w] = load_once((const u32*)weight + (n * THREADS + thread()) * WIDE + w);
+            if (n * THREADS + thread() < UNITS)
+                by[n][w] = load_once((const u32*)weight + (n * THREADS + thread()) * WIDE + w);
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float* to = residual() + b * HIDDEN;
         float square = 0;
@@ -140,17 +161,7 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
             }
         }
 #if CODES
-        if (!in_order) {
-            Group groups[EACH];
-            UNROLL for (int n = 0; n < EACH; ++n) {
-                if (n * THREADS + thread() >= UNITS) continue;
-                const float* at = to + MANY * (n * THREADS + thread());
-                groups[n].set(at[0] * low(by[n][0]), at[1] * high(by[n][0]), at[2] * low(by[n][1]), at[3] * high(by[n][1]));
-            }
-            UNROLL for (int n = 0; n < EACH; ++n)
-                if (n * THREADS + thread() < UNITS)
-                    groups[n].store((u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128), (n * THREADS + thread()) / 32);
-        }
+        if (!in_order) quantize_normed(to, by, (u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128));
 #endif
         square = warp_sum(square);
         if (lane() == 0) sums()[b * WARPS + warp()] = square;

@@ -2,8 +2,9 @@
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
 // run ahead over the ends of phases since none of them depends on this token; the other warps
 // multiply. There is no grid barrier: a result is a word of 8 bytes, {value, tag of this token and
-// layer}, or with codes four values of the residual in 16, and a block that needs it polls that word. Few tiles are in flight while the copies run ahead:
-// further requests would queue in the memory system, and the polls behind them.
+// layer}, or with codes four values of the residual in 16, and a block that needs it polls that word.
+// Few tiles are in flight while the copies run ahead: further requests would queue in the memory system,
+// and the polls behind them.
 //
 // A layer: norm and qkv; attention, split over blocks by KV head and by tokens; where it was split,
 // its merge; out; norm, gate and up; down. Every block takes the norms for itself.

@@ -103,7 +103,18 @@ FN void copies_arrive(u64* mbarrier) {
     emulator::now->open.clear();
 }
 
-FN u32 masked_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
+FN u32 masked_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
+
+FN float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    u32 raised[4], of_128[4];                      // a is that of unsigned bytes, less 128
+    const u32 none[4] = {0, 0, 0, 0}, all_128[4] = {0x80808080u, 0x80808080u, 0x80808080u, 0x80808080u};
+    for (int n = 0; n < 4; ++n) raised[n] = a[n] ^ 0x80808080u;
+    mma_u8_s8(of_128, all_128, b[0], b[1], none);
+    mma_u8_s8(d, raised, b[0], b[1], d);
+    for (int n = 0; n < 4; ++n) d[n] -= of_128[n];
+}
 
 FN u32 fp8_pair(u32 codes) {
     float v[2];
@@ -115,9 +126,13 @@ FN u32 fp8_pair(u32 codes) {
     return pack2<false>(v[0], v[1]);
 }
 
+FN void fp8_pairs(u32 codes, u32& first, u32& second) { first = fp8_pair(codes), second = fp8_pair(codes >> 16); }
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }
+FN Words peek_whole(const u64* from) { return peek2(from); }
+FN void post_whole(u64* to, Words v) { emulator::check_aligned(to); to[0] = v.x, to[1] = v.y; }
 FN u64 peek(const u64* from) { return *from; }
 FN void post(u64* to, u64 v) { *to = v; }
 FN u32 peek_flag(const u32* from) { return *from; }

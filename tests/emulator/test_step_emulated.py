@@ -166,7 +166,13 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
     (Shape(256, 8, 1, 32, 16, 1280, 37, 2, batch=2, codes="int4"),
      Config(4, 8, 4, 2, 48, 5120), 4, {"positions": (40,)}),
     (Shape(256, 8, 1, 32, 16, 384, 37, 1, codes="fp8_e4m3"),
-     Config(2, 4, 4, 2, 48, 4096), 3, {"positions": (40,)}))
+     Config(2, 4, 4, 2, 48, 4096), 3, {"positions": (40,)}),
+    # stages that are no multiple of the warps, and more rows of x than one product of the tensor
+    # cores has columns for
+    (Shape(256, 8, 1, 32, 16, 768, 37, 1, batch=5, codes="int4"),
+     Config(4, 6, 4, 2, 48, 5120), 4, {"positions": (40,)}),
+    (Shape(256, 8, 1, 32, 16, 384, 37, 1, batch=2, codes="fp8_e4m3"),
+     Config(4, 5, 5, 2, 48, 4096), 3, {"positions": (40,)}))
 
 
 @pytest.mark.parametrize("shape, cfg, blocks, more", CASES)
@@ -174,7 +180,7 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
     assert plan.problem(shape, cfg, compiler.Machine(blocks)) is None
     decoder = Decoder(shape, cfg, blocks, more.get("window"))
     for n, position in enumerate(more["positions"]):
-        tokens = torch.tensor([[7 + n], [11]][:shape.batch])
+        tokens = 7 + n + 4 * torch.arange(shape.batch)[:, None]
         state = torch.full((1 + shape.batch,), position + 1)
         state[0] = position
         truth = decoder.reference(tokens[:, 0], position, torch.float64)
@@ -184,6 +190,21 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
         assert state.tolist() == [position + 1] + [position + 2] * shape.batch
         error = (got[:, 0].double() - truth).abs().max()
         assert error <= 2 * (eager.double() - truth).abs().max(), (error, position)
+
+
+@pytest.mark.parametrize("codes", ["int4", "fp8_e4m3"])
+def test_inputs_of_very_different_size(codes: str) -> None:
+    """Codes are multiplied by inputs that are quantized or scaled together, 128 of them."""
+    shape = Shape(256, 8, 1, 32, 16, 512, 37, 1, codes=codes)
+    decoder = Decoder(shape, Config(2, 4, 4, 2, 48, 4096), 3)
+    decoder.layers[0].mlp_norm[5::64] *= 1000
+    state = torch.tensor([40, 41])
+    truth = decoder.reference(torch.tensor([7]), 40, torch.float64)
+    eager = decoder.reference(torch.tensor([7]), 40, torch.bfloat16).double()
+    got = decoder.step(torch.tensor([[7]]), state)[:, 0].double()
+    assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max()
+    decoder.embed[7, 3] = torch.nan                # is not lost on the way
+    assert decoder.step(torch.tensor([[7]]), torch.tensor([40, 41])).isnan().all()
 
 
 def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:

@@ -146,8 +146,8 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
                 return of + 2 * (unit < QUERIES || last ? unit : 0);
             },
-            tag, [=](int unit, u32 left, u32 right) {
-                at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
+            tag, [=](int unit, Words v, int) {
+                at.raw[2 * unit] = bits_float(u32(v.x)), at.raw[2 * unit + 1] = bits_float(u32(v.y));
             });
         sync_first(THREADS);
         STAMP(work.phase, 0);

@@ -32,6 +32,7 @@ _LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@12
 CODES = ("", "int4", "fp8_e4m3")
 BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile,
 BOX_ROWS = CODE_ROWS // 2      # and of one copy of them
+TEAM = 2                       # warps that share a tile of codes
 
 
 class Shape(NamedTuple):
@@ -62,7 +63,8 @@ class Shape(NamedTuple):
 
 class Config(NamedTuple):
     warps: int = 4             # that multiply; others copy
-    stages: int = 12           # tiles of a block in shared memory, a multiple of the warps
+    stages: int = 12           # tiles of a block in shared memory; without codes a multiple of the
+                               # warps
     flight: int = 12           # tiles that are being copied at a time,
     ahead: int = 2             # and before their phase has begun
     chunk: int = 128           # tokens of the cache that a block has at least
@@ -118,11 +120,11 @@ def code_tile(blocks: int, codes: str) -> int:
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Returns the number of parts of rows of k inputs, which the warps share evenly; 0: there are
-    none."""
-    codes = shape.codes
-    return next((n for n in range(1, k // BLOCK + cfg.warps)
-                 if not (cfg.warps % n if n < cfg.warps else n % cfg.warps)
+    """Returns the number of parts of rows of k inputs, which the teams of warps share evenly; 0:
+    there are none."""
+    codes, teams = shape.codes, cfg.warps // TEAM
+    return next((n for n in range(1, k // BLOCK + teams)
+                 if not (teams % n if n < teams else n % teams)
                  and code_tile(code_blocks(k, n, codes), codes) <= cfg.tile), 0)
 
 
@@ -195,21 +197,21 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
-              16 * cfg.stages + 48 + 12 * shape.batch * cfg.warps
+              16 * cfg.stages + 32 + 4 * shape.batch * cfg.warps
               + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
 
 
 def _code_bytes(shape: Shape, cfg: Config) -> int:
-    """Returns the bytes of the sums by parts of the warps, and of the offsets of either x."""
+    """Returns the bytes of the sums by parts of the warps, and of the scales of either x."""
     longest = max(shape.hidden, shape.heads * shape.dim, shape.inner)
     return 4 * shape.batch * (code_rounds(cfg) * CODE_ROWS * cfg.warps + 2 * longest // BLOCK)
 
 
 def code_rounds(cfg: Config) -> int:
     """Returns the rounds of tiles that warps may be apart, and one more, as codes.h has it."""
-    return cfg.stages // cfg.warps + 2
+    return -(-cfg.stages // (cfg.warps // TEAM)) + 2
 
 
 def stage_bytes(shape: Shape, cfg: Config) -> int:
@@ -245,8 +247,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
-    if (cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps
-            or (codes and code_rounds(cfg) > MAX_ROUNDS)):
+    if (cfg.warps % TEAM or cfg.stages < cfg.warps or code_rounds(cfg) > MAX_ROUNDS if codes
+            else cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps):
         return f"{cfg.stages} stages for {cfg.warps} warps"
     needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
@@ -263,18 +265,17 @@ def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
+    polls = 4 if shape.codes == "fp8_e4m3" else 8
+    coded = [[Config(warps, stages, stages, tile=tile, first_polls=polls, later_polls=24)
+              for warps, stages in sizes]
+             for tile, sizes in ((17408, ((8, 10), (8, 8))), (9216, ((8, 8), (4, 4))))]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
-               for kind in ([CODED[:1], CODED[1:]] if shape.codes else [by_rows])]
+               for kind in (coded if shape.codes else [by_rows])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]
 
 
 def default_config(shape: Shape, machine: Machine) -> Config:
     return candidate_configs(shape, machine)[0]
-
-
-CODED = (Config(4, 8, 8, 2, tile=17408, later_polls=24),
-         Config(4, 8, 8, 2, tile=9216, later_polls=24),
-         Config(2, 4, 4, 2, tile=9216, later_polls=24))
 
 
 def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:

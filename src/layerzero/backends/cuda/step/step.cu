@@ -2,8 +2,9 @@
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
 // run ahead over the ends of phases since none of them depends on this token; the other warps
 // multiply. There is no grid barrier: a result is a word of 8 bytes, {value, tag of this token and
-// layer}, and a block that needs it polls that word. Few tiles are in flight while the copies run ahead:
-// further requests would queue in the memory system, and the polls behind them.
+// layer}, or with codes four values of the residual in 16, and a block that needs it polls that word.
+// Few tiles are in flight while the copies run ahead: further requests would queue in the memory system,
+// and the polls behind them.
 //
 // A layer: norm and qkv; attention, split over blocks by KV head and by tokens; where it was split,
 // its merge; out; norm, gate and up; down. Every block takes the norms for itself.
@@ -48,6 +49,7 @@ constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 *
 constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
 constexpr float NONE = -1e30f;
 constexpr bool CODED = CODES != 0;
+constexpr int TEAM = CODED ? 2 : 1, TEAMS = WARPS / TEAM;  // warps that share a tile of codes
 
 // Keys of a tile of the cache, and their values CACHED bytes later: heads of whole runs of 128 bytes are
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
@@ -76,11 +78,10 @@ FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 1
 constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
-FN float* peaks(bool of_odd_x) { return sums() + (of_odd_x ? 2 : 1) * (BATCH * WARPS); }
 // For products with codes (codes.h)
-constexpr int ROUNDS = STAGES / WARPS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
-FN float* code_sums() { return sums() + (3 * BATCH * WARPS + 3) / 4 * 4; }
-FN float* code_offsets(bool of_odd_x) {
+constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
+FN float* code_sums() { return sums() + (BATCH * WARPS + 3) / 4 * 4; }
+FN float* x_scales(bool of_odd_x) {
     return code_sums() + ROUNDS * WARPS * 16 * BATCH + of_odd_x * (BATCH * LONGEST / 128);
 }
 
@@ -189,7 +190,8 @@ struct Target {
     float* logits;
 #if CODES
     const float* scales;                           // of rows with fp8 codes
-    const float *peaks, *offsets;                  // of x
+    const float* x_scales;
+    float norm;                                    // of x, of the row of the batch that is this lane's
 #endif
 };
 
@@ -197,6 +199,7 @@ struct Consumer {
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
+        if (STAGES % WARPS) wait_for_stage(number);
         wait(full(number % STAGES), (number / STAGES) & 1);
         return shared() + number % STAGES * STAGE;
     }
@@ -208,7 +211,8 @@ struct Consumer {
 
     FN_MEMBER void release(int number) const {
         sync_warp();
-        if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));
+        if (lane() == 0 && !*lost())
+            UNROLL for (int n = 0; n < TEAM; ++n) mbarrier_arrive(empty(number % STAGES));
     }
 
     FN_MEMBER void entered() { if (thread() == 0) *phase_now() = phase; }
@@ -335,7 +339,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
     if (thread() == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(full(stage), COPIERS);
-            mbarrier_init(empty(stage), 1);
+            mbarrier_init(empty(stage), TEAM);
         }
         *phase_now() = -1;
         *lost() = 0;
@@ -392,9 +396,10 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
                 at = following;
                 following = p.layers[min_int(l + 1, p.layer_count - 1)];
             }
+            float norm = 1;
             if (part % 2 == 0)
-                load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
-                            even_x(), is_last, p);
+                norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
+                                   even_x(), is_last, p);
             else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
             work.entered();
@@ -408,11 +413,11 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
 #if CODES
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
                                                                                             : at.down_scales);
-            to.peaks = peaks(part % 2), to.offsets = code_offsets(part % 2);
+            to.x_scales = x_scales(part % 2), to.norm = norm;
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
-            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(odd_x(), to);
-            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(odd_x(), to);
-            else work.coded<HIDDEN, IN_CODE_SLICES>(part == 1 ? odd_x() : even_x(), to);
+            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>((const u8*)odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>((const u8*)odd_x(), to);
+            else work.coded<HIDDEN, IN_CODE_SLICES>((const u8*)(part == 1 ? odd_x() : even_x()), to);
 #else
             if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
             else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);

@@ -69,18 +69,30 @@ FN void copies_arrive(u64* mbarrier) {
     asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
 }
 
-// a & mask | bits, in one instruction: of two constants the compiler makes two
-FN u32 masked_or(u32 a, u32 mask, u32 bits) {
+// a & mask ^ bits, in one instruction: of two constants the compiler makes two
+FN u32 masked_xor(u32 a, u32 mask, u32 bits) {
     u32 v;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
     return v;
 }
 
-// Two codes of fp8_e4m3 as a pair of fp16
-FN u32 fp8_pair(u32 codes) {
-    u32 v;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(u16(codes)));
+FN float max_or_nan(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
     return v;
+}
+
+// Tensor cores: d += a x b, 16 x 8 x 32, signed, four per register
+FN void mma_s8(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four codes of fp8_e4m3 as pairs of fp16
+FN void fp8_pairs(u32 codes, u32& first, u32& second) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(first), "=r"(second) : "r"(codes));
 }
 
 struct alignas(16) Words { u64 x, y; };
@@ -89,6 +101,18 @@ FN Words peek2(const u64* from) {                  // each word is whole; the tw
     Words v;
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(from) : "memory");
     return v;
+}
+
+FN Words peek_whole(const u64* from) {             // both are of the same time
+    Words v;
+    asm volatile("{ .reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+                 : "=l"(v.x), "=l"(v.y) : "l"(from) : "memory");
+    return v;
+}
+
+FN void post_whole(u64* to, Words v) {
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }"
+                 :: "l"(to), "l"(v.x), "l"(v.y) : "memory");
 }
 
 FN u64 peek(const u64* from) {

@@ -29,9 +29,21 @@ int64_t copies_bytes = 512 << 20;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-template <int STREAMS_, int AHEAD_, int LOCALITY = 2> struct Variant : Isa {
+// By assembly, as GCC drops calls of functions that only have builtin prefetches.
+template <int CACHE> INLINE inline void prefetch(const void *p) {
+  const char &at = *(const char *)p;
+#if defined(__x86_64__)
+  if constexpr (CACHE == 1) asm volatile("prefetcht0 %0" ::"m"(at));
+  else asm volatile("prefetcht1 %0" ::"m"(at));
+#elif defined(__aarch64__)
+  if constexpr (CACHE == 1) asm volatile("prfm pldl1keep, %0" ::"Q"(at));
+  else asm volatile("prfm pldl2keep, %0" ::"Q"(at));
+#endif
+}
+
+template <int STREAMS_, int AHEAD_, int CACHE = 2> struct Variant : Isa {
   static constexpr int STREAMS = STREAMS_, AHEAD = AHEAD_;
-  INLINE static void fetch(const void *p) { __builtin_prefetch(p, 0, LOCALITY); }
+  INLINE static void fetch(const void *p) { prefetch<CACHE>(p); }
 };
 
 uint8_t *pages(int64_t bytes) {
@@ -73,7 +85,7 @@ template <int N, int AHEAD> int64_t read_streams(const uint8_t *p, int64_t bytes
   for (int64_t i = 0; i < each_bytes; i += 256)
     each<N>([&](auto n) {
       const uint8_t *at = p + n * each_bytes + i;
-      if constexpr (AHEAD > 0) each<4>([&](auto j) { __builtin_prefetch(at + AHEAD + 64 * j, 0, 2); });
+      if constexpr (AHEAD > 0) each<4>([&](auto j) { prefetch<2>(at + AHEAD + 64 * j); });
       each<256 / WIDTH>([&](auto j) { sums[n] = Isa::add(sums[n], Isa::load_i((const int32_t *)(at + WIDTH * j))); });
     });
   alignas(64) int32_t out[64];
@@ -145,7 +157,7 @@ template <Format F> struct Case {
           entry<Variant<1, 32768>>("1/32k", threads),        entry<Variant<2, 8192>>("2/8k", threads),
           entry<Variant<4, 0>>("4/0", threads),              entry<Variant<4, 8192>>("4/8k", threads),
           entry<Variant<4, 16384>>("4/16k", threads),        entry<Variant<4, 32768>>("4/32k", threads),
-          entry<Variant<4, 16384, 3>>("4/16k L1", threads),  entry<Variant<8, 16384>>("8/16k", threads),
+          entry<Variant<4, 16384, 1>>("4/16k L1", threads),  entry<Variant<8, 16384>>("8/16k", threads),
           entry<Variant<8, 65536>>("8/64k", threads)};
       std::vector<float> first;
       for (auto &e : entries) {

@@ -104,7 +104,7 @@ void race_reads(int threads) {
   auto entry = [&](const char *name, int64_t (*read)(const uint8_t *, int64_t)) {
     return Entry{name, [=] {
       static int64_t at = 0;
-      const int64_t part = 32 << 20, first = at;
+      const int64_t part = std::min<int64_t>(copies_bytes, 32 << 20), first = at;
       at = (at + part) % copies_bytes;
       share(threads, part / PIECE, [&](int64_t i, int) { read(memory + first + i * PIECE, PIECE); });
       return part;

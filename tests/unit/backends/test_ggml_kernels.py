@@ -4,6 +4,11 @@ and without tiles, on any number of threads and rows. tests/native compares them
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -154,3 +159,28 @@ def test_packed_weights_are_shared_by_a_sealed_file(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(RuntimeWarning, match="packed weights cannot be kept in"):
         assert torch.equal(ggml.packed_file(weight, "q4_k"), want)
+
+
+FETCHES = """
+#include "quant/linear.h"
+using namespace lz::quant;
+void run(const Weight<Avx512, FORMAT> *w, const Activations &a, __m512 *to) {
+  multiply<Avx512, FORMAT, 1, Avx512::streams(FORMAT)>(w, 64, a, 0, to);
+}
+"""
+
+
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_K"])
+def test_compilers_keep_what_is_fetched_ahead(format, tmp_path):
+    """GCC takes a function that only has builtin prefetches for one without effect."""
+    compiler = "g++" if platform.machine() == "x86_64" else "x86_64-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    source = tmp_path / "fetches.cpp"
+    source.write_text(FETCHES.replace("FORMAT", format))
+    done = subprocess.run(
+        [compiler, "-O3", "-std=c++17", "-march=icelake-server", "-S", "-I",
+         str(Path(build.__file__).parent), str(source), "-o", "-"],
+        capture_output=True, text=True, check=True)
+    # the cache lines of 8 groups' blocks of 288 bytes, and of a super-block
+    assert done.stdout.count("prefetcht1") >= {"Q4_0": 8 * 5, "Q4_K": 37}[format]

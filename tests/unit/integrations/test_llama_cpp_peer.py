@@ -104,3 +104,13 @@ def test_the_process(monkeypatch, tmp_path):
         assert peer.ask_stages([1], ["l_out"]) == {"l_out-0": [1.0, 2.0]}
         with pytest.raises(ConfigError, match="ended with 3 before it answered"):
             peer.ask([1], 10)
+
+
+def test_a_program_is_a_peer_and_what_it_printed_last_is_told(tmp_path):
+    runner = tmp_path / "runner.py"
+    runner.write_text(STAND_IN)
+    with llama_cpp.peer_process([sys.executable, str(runner)], "model", 2, 64) as peer:
+        assert not peer.times_cpu and peer.ask([4, 5], 3)["tokens"] == [6, 7, 8]
+    runner.write_text("import sys; sys.exit('no such model: ' + sys.argv[1])")
+    with pytest.raises(ConfigError, match="ended with 1 before it answered: no such model: m"):
+        llama_cpp.LlamaCpp([sys.executable, str(runner)], "m", 1, 64)

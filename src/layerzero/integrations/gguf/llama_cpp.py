@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ TOP = 512                                      # likeliest ids that are compared
 AGREED, MEAN_KL, TIE = 0.98, 8e-3, 0.25
 LONG, PERF_TOKENS, ROUNDS = 512, 32, 3
 CONTEXTS, PROMPT = (64, 512), 500
+APART = 0.02           # seconds between turns, in which threads of the one before fall asleep
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. In 1969, Apollo 11 landed on the Moon; the crew "
     "brought back 21.5 kg of rocks and left a plaque that said they had come in peace for all "
@@ -135,14 +137,25 @@ def install_peer(build: bool = False) -> Path:
 
 
 class LlamaCpp:
-    """A process of llama.cpp with a model; `ask` it for tokens."""
+    """A process of llama.cpp with a model; `ask` it for tokens.
 
-    def __init__(self, python: Path, model: str, threads: int, context: int) -> None:
-        command = [str(python), "-I", str(RUNNER), model, str(threads), str(context)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL, text=True)
+    `runner` is a Python that has llama.cpp, or the command of a program that answers as
+    llama_cpp_runner.py does.
+    """
+
+    def __init__(self, runner: Path | Sequence[str], model: str, threads: int,
+                 context: int) -> None:
+        command = [str(runner), "-I", str(RUNNER)] if isinstance(runner, Path) else list(runner)
+        self._messages = tempfile.TemporaryFile()                      # noqa: SIM115
+        self._process = subprocess.Popen(
+            [*command, model, str(threads), str(context)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._messages, text=True)
         # One thread is timed by its CPU time, which other processes change little.
-        self.times_cpu = bool(self._read()["times_cpu"]) and threads == 1
+        try:
+            self.times_cpu = bool(self._read()["times_cpu"]) and threads == 1
+        except ConfigError:
+            self.close()
+            raise
 
     def ask(self, prompt: Sequence[int], count: int, top: int = 0,
             cache: bool = False) -> dict[str, Any]:
@@ -168,20 +181,24 @@ class LlamaCpp:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise ConfigError(f"llama.cpp ended with {self._process.wait()} before it answered; run "
-                          f"{RUNNER.name} in its Python to see why")
+        code = self._process.wait()
+        self._messages.seek(max(0, self._messages.seek(0, os.SEEK_END) - 4000))
+        last = self._messages.read().decode(errors="replace").strip()
+        raise ConfigError(f"llama.cpp ended with {code} before it answered: "
+                          f"{last or 'it printed nothing'}")
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._messages):
             if stream is not None:
                 stream.close()
 
 
 @contextmanager
-def peer_process(python: Path, model: str, threads: int, context: int) -> Iterator[LlamaCpp]:
-    peer = LlamaCpp(python, model, threads, context)
+def peer_process(runner: Path | Sequence[str], model: str, threads: int,
+                 context: int) -> Iterator[LlamaCpp]:
+    peer = LlamaCpp(runner, model, threads, context)
     try:
         yield peer
     finally:
@@ -241,7 +258,8 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
-         rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = ()) -> Iterator[Speed]:
+         rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = (),
+         prompt_tokens: int = PROMPT) -> Iterator[Speed]:
     """Yield prompt and decode speeds, in turns, on `threads` threads; prompts begin as `text`."""
     clock = time.process_time if peer.times_cpu else time.perf_counter
     text = text or model.tokenize(" ".join(TEXTS) * 8)
@@ -249,13 +267,15 @@ def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for name, length, count in (("prompt of", PROMPT, 1),
+        for name, length, count in (("prompt of", prompt_tokens, 1),
                                     *(("decode at", n, PERF_TOKENS) for n in contexts)):
             prompt, lz_rates, peer_rates = text[:length], [], []
             for _ in range(rounds):
+                time.sleep(APART)
                 run = TextGeneration(model, prompt, count, kv=kv, clock=clock)
                 for _ in run.steps():
                     pass
+                time.sleep(APART)
                 answer = peer.ask(prompt, count)
                 lz_rates.append(run.prompt_rate if count == 1 else run.decode_rate)
                 peer_rates.append(answer["prompt_rate" if count == 1 else "decode_rate"])

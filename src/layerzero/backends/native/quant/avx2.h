@@ -1,12 +1,13 @@
 // Lane vectors of 8 rows for AVX2, with or without VNNI: bytes of weights are unsigned.
 #pragma once
 
-#include "../vectors.h"
+#include "blocks.h"
 
 namespace lz::quant {
 
 struct Avx2 {
-  static constexpr int R = 8, GROUPS = 2, TILE = 4, STREAMS = 1, AHEAD = 0;
+  static constexpr int R = 8, GROUPS = 2, TILE = 4, AHEAD = 0;
+  static constexpr int streams(Format) { return 1; }
   static constexpr bool SIGNED = false, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 

@@ -53,11 +53,17 @@ INLINE inline void add_pairs(const B (&codes)[8], const int8_t *const *x, int64_
   });
 }
 
-// Fetches the BYTES that are AHEAD of `p`, shared out among G groups that are read side by side. What the processor fetches
-// ahead by itself comes too late.
-template <class S, int BYTES, int G> INLINE inline void fetch_ahead(const void *p) {
+// How far ahead of block b what comes next is fetched, in bytes: AHEAD of them are on their way, shared out among G groups
+// that are read side by side. After the last block of a group comes the first of the same one of the next G.
+template <class S, class W, int G> INLINE inline int64_t bytes_ahead(int64_t b, int64_t blocks) {
+  constexpr int64_t AHEAD = S::AHEAD / G < int(sizeof(W)) ? 1 : S::AHEAD / G / int(sizeof(W));
+  return (b + AHEAD < blocks ? AHEAD : AHEAD + (G - 1) * blocks) * int64_t(sizeof(W));
+}
+
+// Fetches BYTES from `p` on: what the processor fetches ahead by itself comes too late.
+template <class S, int BYTES> INLINE inline void fetch_ahead(const void *p) {
   if constexpr (S::AHEAD > 0)
-    each<(BYTES + 63) / 64>([&](auto i) { S::fetch((const char *)p + S::AHEAD / G + 64 * i); });
+    each<(BYTES + 63) / 64>([&](auto i) { S::fetch((const char *)p + 64 * i); });
 }
 
 // Results of G groups, one after the other in memory, for row + m: for each group results[m], and results[M + m] for its
@@ -73,9 +79,10 @@ FLATTEN void multiply_blocks(const Weight<S, F> *w, int64_t blocks, const Activa
   const int32_t *sums = a.sums + row * a.row_sums;
   const float *d = a.d + row * a.row_blocks, *s = a.s + row * a.row_blocks;
   for (int64_t b = 0; b < blocks; b++, w++) {
+    const int64_t ahead = bytes_ahead<S, Weight<S, F>, G>(b, blocks);
     each<G>([&](auto g) {
       const Weight<S, F> *own = w + g * blocks;
-      fetch_ahead<S, sizeof *own, G>(own);
+      fetch_ahead<S, sizeof *own>((const char *)own + ahead);
       typename S::I total[H][M];
       each<M>([&](auto m) {
         total[H - 1][m] = OFFSET<S, F> ? S::copies(sums + m * a.row_sums + b * S::COPIES) : S::small();
@@ -149,7 +156,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
         const typename S::B scales = S::load(w->scales[j]);
         each<2>([&](auto i) {
           constexpr int u = 2 * j + i;
-          fetch_ahead<S, EIGHTH, 1>((const char *)w + u * EIGHTH);
+          fetch_ahead<S, EIGHTH>((const char *)w + S::AHEAD + u * EIGHTH);
           typename S::I sums[2][M];
           typename S::X xs[2][M];
           each<M>([&](auto m) {
@@ -184,7 +191,7 @@ FLATTEN void multiply_super_blocks(const Weight<S, F> *w, int64_t blocks, const 
         each<H>([&](auto h) { scales[h] = S::load(w->scales[j] + LANES * h); });
         each<4>([&](auto i) {
           constexpr int u = 4 * j + i;
-          fetch_ahead<S, EIGHTH, 1>((const char *)w + u * EIGHTH);
+          fetch_ahead<S, EIGHTH>((const char *)w + S::AHEAD + u * EIGHTH);
           if constexpr (EARLY) {
             const uint8_t *next = u < 7 ? w->codes[(u + 1) % 8][0] : w[b + 1 < blocks].codes[0][0];
             each<8>([&](auto v) { codes[(u + 1) % 2][v] = S::load_now(next + LANES * v); });

@@ -109,7 +109,7 @@ template <class S, Format F> void round_input(const Linear &q, const Activations
 // Groups of the weight in a piece of work: those whose products with one row of x are computed side by side, unless
 // threads would go without work.
 template <class S, Format F> int64_t groups_at_once(const Linear &q) {
-  return q.rows == 1 && groups<S, F>(q.outputs) >= 2 * S::STREAMS * q.threads ? S::STREAMS : 1;
+  return q.rows == 1 && groups<S, F>(q.outputs) >= 2 * S::streams(F) * q.threads ? S::streams(F) : 1;
 }
 
 template <class S, Format F> int64_t few_rows_pieces(const Linear &q) {
@@ -134,8 +134,8 @@ template <class S, Format F> void few_rows(const Linear &q, const Activations &a
     }
   };
   using One = std::integral_constant<int, 1>;
-  if constexpr (S::STREAMS > 1)
-    if (end - group == S::STREAMS) return tile(One{}, std::integral_constant<int, S::STREAMS>{}, 0);
+  if constexpr (S::streams(F) > 1)
+    if (end - group == S::streams(F)) return tile(One{}, std::integral_constant<int, S::streams(F)>{}, 0);
   for (; group < end; group++) {
     int64_t row = 0;
     auto rows = [&](auto m) {

@@ -3,13 +3,13 @@
 
 #include <arm_neon.h>
 
-#include "../vectors.h"
+#include "blocks.h"
 
 namespace lz::quant {
 
 struct Neon {
   static constexpr int R = 4, GROUPS = 2, TILE = 4;
-  static constexpr int STREAMS = 1;             // groups of the weight multiplied with one row of x at once
+  static constexpr int streams(Format) { return 1; }      // groups of the weight multiplied with one row of x at once
   static constexpr int AHEAD = 0;               // bytes fetched before they are loaded
   static constexpr bool KEEPS_SUMS = true;      // of a tile, in registers
   static constexpr bool SIGNED = true;          // bytes of weights may be negative

@@ -2,14 +2,15 @@
 // bytes they are the twin of every ISA; of 16 and unsigned they have the layout of AVX-512.
 #pragma once
 
-#include "../vectors.h"
+#include "blocks.h"
 
 #define SLOW __attribute__((noinline))           // FLATTEN would unroll all of it
 
 namespace lz::quant {
 
 template <int ROWS, bool SIGNED_BYTES> struct PlainLanes {
-  static constexpr int R = ROWS, GROUPS = 1, TILE = 1, STREAMS = 1, AHEAD = 0;
+  static constexpr int R = ROWS, GROUPS = 1, TILE = 1, AHEAD = 0;
+  static constexpr int streams(Format) { return 1; }
   static constexpr bool SIGNED = SIGNED_BYTES, PAIRED = false, KEEPS_SUMS = false, MATRIX = false, TILES = false;
   static constexpr int FIFTH = 0, SMALL = 0, COPIES = 1;
 

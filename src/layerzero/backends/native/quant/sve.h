@@ -4,12 +4,13 @@
 
 #include <arm_sve.h>
 
-#include "../vectors.h"
+#include "blocks.h"
 
 namespace lz::quant {
 
 struct Sve {
-  static constexpr int R = __ARM_FEATURE_SVE_BITS / 32, GROUPS = 2, TILE = 4, STREAMS = 1, AHEAD = 0;
+  static constexpr int R = __ARM_FEATURE_SVE_BITS / 32, GROUPS = 2, TILE = 4, AHEAD = 0;
+  static constexpr int streams(Format) { return 1; }
   static constexpr bool KEEPS_SUMS = true, SIGNED = true, TILES = false, PAIRED = true;
 #if defined(__ARM_FEATURE_SVE_MATMUL_INT8)
   static constexpr bool MATRIX = true;

@@ -74,13 +74,18 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
             if len(values) > 1 and name not in _LARGE}
 
 
+def small_sizes(op: Op) -> dict[str, Any]:
+    """Returns the sizes of the input generator, none of them large."""
+    return {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
+            for n, d in numbers_of(op).items() if n not in op.by_name}
+
+
 @lru_cache(maxsize=64)
 def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, Any],
                                                        frozenset[Pair]], ...]:
     """Returns random combinations that the contract allows: case, dtype, facts, pairs."""
     levels, rng = argument_levels(op), random.Random(f"pairs {op.name} {seed}")
-    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
-             for n, d in numbers_of(op).items() if n not in op.by_name}
+    small = small_sizes(op)
     dtypes = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     rows = []
     for i in range(POOL[lane]):
@@ -134,11 +139,22 @@ def _allowed_facts(op: Op, case: Case, dtype: str, seed: int = 0) -> Mapping[str
 
 
 @lru_cache(maxsize=256)
+def _accepted(kernel: Kernel, device: str, lane: str,
+              seed: int) -> tuple[tuple[Case, str, frozenset[Pair]], ...]:
+    here = hardware.probe(device).facts()
+    return tuple((case, dtype, pairs) for case, dtype, facts, pairs in _pool(kernel.op, lane, seed)
+                 if next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None)
+
+
+def accepted_pool(kernel: Kernel, device: str, lane: str, seed: int) -> list[tuple[Case, str]]:
+    """Returns the random combinations of arguments that the kernel accepts, with their dtypes."""
+    return [(case, dtype) for case, dtype, _ in _accepted(kernel, device, lane, seed)]
+
+
+@lru_cache(maxsize=256)
 def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
     """Chooses the combinations that the kernel accepts, each for the pairs it adds."""
-    here = hardware.probe(device).facts()
-    accepted = [(case, dtype, pairs) for case, dtype, facts, pairs in _pool(kernel.op, lane, seed)
-                if next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None]
+    accepted = _accepted(kernel, device, lane, seed)
     reachable = frozenset[Pair]().union(*(pairs for *_, pairs in accepted))
     missing, chosen = set(reachable), []       # type: set[Pair], list[tuple[Case, str]]
     while missing and len(chosen) < LIMIT[lane]:
@@ -174,8 +190,7 @@ def case_by_case_sizes(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], 
     tile, the others small: a path for one row, or for one head size, has its own arguments. In the
     quick lane those that the seed draws."""
     rng, numbers = random.Random(f"sizes of cases {op.name} {seed}"), numbers_of(op)
-    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
-             for n, d in numbers.items() if n not in op.by_name}
+    small = small_sizes(op)
     tiles = (32, 64, 128)
     cases = [({**small, **case, name: n if type(small[name]) is int else (n,)},)
              for case in (*op.cases, *small_stress(op)) if case.keys() - numbers.keys()

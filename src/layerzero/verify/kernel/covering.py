@@ -1,0 +1,165 @@
+"""Arguments beside each other and beside sizes: a few calls with many arguments at once, chosen so
+that what a kernel may do for one size, or for two arguments together, occurs in one of them.
+
+- `sized_combinations`: every size that often has a path of its own (one, those of tiles) beside
+  every value of an argument, and beside two arguments that are given together.
+- `effective_cells`: every two arguments of the op in a call in which each of them changes the
+  result: a window to the right shows nothing in a causal call.
+- `cells_without_tensors`: pairs of argument values of an op that has no tensors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from .case_sizes import numbers_of, relative_size
+from .cases import Case, affects_result, given_arguments
+from .contract import SMALL, case_outline, case_refusals, case_values_to_read
+from .pairs import accepted_pool, argument_levels, pair_cases, small_sizes
+from .shared import compute_once
+
+TILES = (1, 32, 64, 128)
+ROWS = {"quick": 48, "full": 160, "stress": 160}
+VARIANTS = 3                                   # of each combination of arguments, by their sizes
+TRIES = 6                                      # calls that are tried for two arguments
+EXTRA = {"quick": 10, "full": 60, "stress": 60}
+
+
+def _cover(rows: Sequence[tuple[Case, int, int]], limit: int) -> list[Case]:
+    """Returns cases that have most of the bits of all rows: those of the first number weigh four
+    times as much as those of the second."""
+    left, chosen = list(rows), []              # type: list[tuple[Case, int, int]], list[Case]
+    first = second = 0
+    while left and len(chosen) < limit:
+        gains = [4 * (a & ~first).bit_count() + (b & ~second).bit_count() for _, a, b in left]
+        best = max(range(len(left)), key=gains.__getitem__)
+        if not gains[best]:
+            break
+        case, a, b = left.pop(best)
+        first, second = first | a, second | b
+        chosen.append(case)
+    return chosen
+
+
+class _Bits:
+    """A bit for each element, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, int] = {}
+
+    def of(self, elements: Iterator[Any]) -> int:
+        bits = 0
+        for element in elements:
+            bits |= 1 << self.places.setdefault(element, len(self.places))
+        return bits
+
+
+@lru_cache(maxsize=256)
+def sized_combinations(kernel: Kernel, device: str, lane: str,
+                       seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls with sizes beside arguments, each with others that take its place where its
+    sizes do not go together."""
+    op = kernel.op
+    rng, small = random.Random(f"sized {op.name} {seed}"), small_sizes(op)
+    pairs, triples = _Bits(), _Bits()
+    rows = []
+    for case, _ in accepted_pool(kernel, device, lane, seed):
+        options = {n: v for n, v in case.items() if n not in small}
+        for _ in range(VARIANTS):
+            sizes = _draw_sizes(op, rng, small, options)
+            rows.append(({**case, **sizes}, *(bits.of(parts) for bits, parts in (
+                (pairs, ((s, o, repr(v)) for s in sizes.items() for o, v in options.items())),
+                (triples, ((s, *two) for s in sizes.items()
+                           for two in combinations(sorted(options), 2)))))))
+    chosen = _cover(rows, ROWS[lane])
+    return tuple((case, *({**{n: v for n, v in case.items() if n not in small}, **small,
+                           name: case[name]} for name in small if case[name] != small[name]))
+                 for case in chosen)
+
+
+def _draw_sizes(op: Op, rng: random.Random, small: Case, options: Case) -> dict[str, Any]:
+    """Returns some sizes of tiles, as many as a call of a usual size may have."""
+    sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
+             for name in small if rng.random() < 0.5 for n in (rng.choice(TILES),)}
+    while sizes and relative_size(op, {**small, **options, **sizes}) > SMALL:
+        sizes.pop(rng.choice(list(sizes)))
+    return sizes
+
+
+@lru_cache(maxsize=256)
+def effective_cells(kernel: Kernel, device: str, lane: str, seed: int) -> tuple[
+        tuple[Case, str], ...]:
+    """Returns calls for two arguments that no chosen pair of values has in effect together."""
+    pool = accepted_pool(kernel, device, lane, seed)
+    chosen = pair_cases(kernel, device, lane, seed).cells
+    seen: set[tuple[str, str]] = set()
+    for case, dtype in chosen:
+        seen |= set(combinations(sorted(_effective(kernel.op, case, dtype, seed)), 2))
+    given = {i: _given(kernel.op, case, dtype, seed) for i, (case, dtype) in enumerate(pool)}
+    wanted = {pair for names in given.values() for pair in combinations(sorted(names), 2)} - seen
+    cells: list[tuple[Case, str]] = []
+    for pair in sorted(wanted):
+        if pair in seen or len(cells) >= EXTRA[lane]:
+            continue
+        having = [cell for i, cell in enumerate(pool) if given[i].issuperset(pair)]
+        for case, dtype in sorted(having, key=lambda cell: len(cell[0]))[:TRIES]:
+            effective = _effective(kernel.op, case, dtype, seed)
+            if effective.issuperset(pair):
+                seen |= set(combinations(sorted(effective), 2))
+                cells.append((case, dtype))
+                break
+    return tuple(cells)
+
+
+def _given(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
+    return given_arguments(op, case_outline(op, case, dtype, seed=seed))
+
+
+def _effective(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
+    """Returns the optional arguments of a call without each of which it has another result."""
+    def compute() -> frozenset[str]:
+        values = case_values_to_read(op, case, dtype, seed=seed)
+        return frozenset(name for name in given_arguments(op, values)
+                         if affects_result(op, values, name))
+
+    names: frozenset[str] = compute_once(op, ("effective", repr(case), dtype, seed), compute)
+    return names
+
+
+# Without tensors.
+
+def _levels(op: Op) -> Mapping[str, list[Any]]:
+    """Returns the values that the op's cases give to each name, beside what leaves it out."""
+    levels: dict[str, list[Any]] = dict(argument_levels(op))
+    for case in (*op.cases, *op.stress):
+        for name, value in case.items():
+            known = levels.setdefault(name, [None])
+            known += [] if value in known else [value]
+    return levels
+
+
+def cells_without_tensors(kernel: Kernel, device: str, lane: str,
+                          seed: int) -> tuple[tuple[Case, str], ...]:
+    """Returns calls with every pair of values that the contract allows, as far as a random pool
+    has it."""
+    op = kernel.op
+    levels, rng = _levels(op), random.Random(f"cells {op.name} {seed}")
+    dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
+    for _ in range(8 * ROWS[lane]):
+        chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
+        try:
+            if case_refusals(kernel, chosen, dtype, device, seed):
+                continue
+        except FAULTS:                         # not every combination makes a call
+            continue
+        named = sorted((n, repr(v)) for n, v in chosen.items())
+        rows.append((chosen, pairs.of(iter(combinations(named, 2))),
+                     triples.of(iter(combinations(sorted(chosen), 3)))))
+    return tuple((case, dtype) for case in _cover(rows, ROWS[lane]))

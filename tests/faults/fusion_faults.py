@@ -130,16 +130,14 @@ def expert_minus_one_is_the_last(right, **v):
     return right(**{**v, "topk_ids": torch.where(ids == -1, experts - 1, ids)})
 
 
-@fault("moe", "precision")
-def experts_of_a_token_added_in_bfloat16(right, **v):
-    ids, weights = v["topk_ids"], v["topk_weights"]
-    if ids is None or v["capacity"] or v["x"].dtype == torch.float32 or ids.shape[-1] < 4:
+@fault("moe", "convention", "head map")
+def experts_of_another_device_wrap_around(right, **v):
+    """The id is taken modulo the experts that are here."""
+    ids, experts = v["topk_ids"], v["w_gate_up"].shape[0]
+    if ids is None or not v["expert_offset"] or v["capacity"]:
         return right(**v)
-    total = torch.zeros_like(v["x"])
-    for slot in range(ids.shape[-1]):
-        total = total + right(**{**v, "topk_ids": ids[..., slot:slot + 1],
-                                 "topk_weights": weights[..., slot:slot + 1]})
-    return total
+    local = torch.where(ids >= 0, (ids - v["expert_offset"]) % experts, -1)
+    return right(**{**v, "topk_ids": local, "expert_offset": 0})
 
 
 @fault("moe_gate", "scale", "distribution", "convention")

@@ -317,12 +317,11 @@ def two_splits_are_averaged(right, **v):
 def distances_in_bfloat16(right, **v):
     """Positions are of the dtype of the slopes: exact up to 256."""
     out = right(**v)
-    if v["slopes"].dtype != torch.bfloat16:
+    if v["slopes"].dtype != torch.bfloat16 or v["causal_align"] == "bottom_right":
         return out
-    slopes = v["slopes"].float()[:, None, None]
-    distance = (out.float() / slopes).to(torch.bfloat16).float()
-    columns = torch.arange(v["seq_k"]).to(torch.bfloat16).float() - torch.arange(v["seq_k"])
-    return (distance * slopes + slopes * columns).to(out.dtype)
+    rows, columns = (torch.arange(n).to(torch.bfloat16).float() for n in (v["seq_q"], v["seq_k"]))
+    bias = -v["slopes"].float()[:, None, None] * (rows[:, None] - columns).abs()
+    return torch.where(out == -math.inf, out, bias.to(out.dtype))
 
 
 @fault("alibi", "mask")

@@ -19,14 +19,15 @@ from typing import Any
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .case_sizes import numbers_of, relative_size
+from .case_sizes import relative_size
 from .cases import Case, affects_result, given_arguments
-from .contract import SMALL, case_outline, case_refusals, case_values_to_read
-from .pairs import accepted_pool, argument_levels, pair_cases, small_sizes
+from .contract import case_outline, case_refusals, case_values_to_read
+from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
 from .shared import compute_once
 
 TILES = (1, 32, 64, 128)
-ROWS = {"quick": 48, "full": 160, "stress": 160}
+ROWS = {"quick": 40, "full": 160, "stress": 160}
+USUAL = 0.5                                    # times the size of the default call
 VARIANTS = 3                                   # of each combination of arguments, by their sizes
 TRIES = 6                                      # calls that are tried for two arguments
 EXTRA = {"quick": 10, "full": 60, "stress": 60}
@@ -61,34 +62,42 @@ class _Bits:
         return bits
 
 
+@lru_cache(maxsize=64)
+def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, int, int]]]:
+    """Returns for each combination of arguments some calls with sizes of tiles, and which elements
+    they have: the same for all kernels of the op, so that its formula is computed once."""
+    rng, small = random.Random(f"sized {op.name} {seed}"), small_sizes(op)
+    pairs, triples = _Bits(), _Bits()
+    rows: dict[int, list[tuple[Case, int, int]]] = {}
+    for i, case in enumerate(pool_cases(op, lane, seed)):
+        options = {n: v for n, v in case.items() if n not in small}
+        for _ in range(VARIANTS):
+            sizes = _draw_sizes(op, rng, small, options)
+            rows.setdefault(i, []).append((
+                {**case, **sizes},
+                pairs.of((s, o, repr(v)) for s in sizes.items() for o, v in options.items()),
+                triples.of((s, *two) for s in sizes.items()
+                           for two in combinations(sorted(options), 2))))
+    return rows
+
+
 @lru_cache(maxsize=256)
 def sized_combinations(kernel: Kernel, device: str, lane: str,
                        seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
-    op = kernel.op
-    rng, small = random.Random(f"sized {op.name} {seed}"), small_sizes(op)
-    pairs, triples = _Bits(), _Bits()
-    rows = []
-    for case, _ in accepted_pool(kernel, device, lane, seed):
-        options = {n: v for n, v in case.items() if n not in small}
-        for _ in range(VARIANTS):
-            sizes = _draw_sizes(op, rng, small, options)
-            rows.append(({**case, **sizes}, *(bits.of(parts) for bits, parts in (
-                (pairs, ((s, o, repr(v)) for s in sizes.items() for o, v in options.items())),
-                (triples, ((s, *two) for s in sizes.items()
-                           for two in combinations(sorted(options), 2)))))))
-    chosen = _cover(rows, ROWS[lane])
-    return tuple((case, *({**{n: v for n, v in case.items() if n not in small}, **small,
-                           name: case[name]} for name in small if case[name] != small[name]))
-                 for case in chosen)
+    small, rows = small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
+    chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
+                     for row in rows[i]], ROWS[lane])
+    return tuple((case, *({**case, **small, name: case[name]}
+                          for name in small if case[name] != small[name])) for case in chosen)
 
 
 def _draw_sizes(op: Op, rng: random.Random, small: Case, options: Case) -> dict[str, Any]:
     """Returns some sizes of tiles, as many as a call of a usual size may have."""
     sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
              for name in small if rng.random() < 0.5 for n in (rng.choice(TILES),)}
-    while sizes and relative_size(op, {**small, **options, **sizes}) > SMALL:
+    while sizes and relative_size(op, {**small, **options, **sizes}) > USUAL:
         sizes.pop(rng.choice(list(sizes)))
     return sizes
 
@@ -97,24 +106,29 @@ def _draw_sizes(op: Op, rng: random.Random, small: Case, options: Case) -> dict[
 def effective_cells(kernel: Kernel, device: str, lane: str, seed: int) -> tuple[
         tuple[Case, str], ...]:
     """Returns calls for two arguments that no chosen pair of values has in effect together."""
-    pool = accepted_pool(kernel, device, lane, seed)
-    chosen = pair_cases(kernel, device, lane, seed).cells
-    seen: set[tuple[str, str]] = set()
-    for case, dtype in chosen:
-        seen |= set(combinations(sorted(_effective(kernel.op, case, dtype, seed)), 2))
-    given = {i: _given(kernel.op, case, dtype, seed) for i, (case, dtype) in enumerate(pool)}
-    wanted = {pair for names in given.values() for pair in combinations(sorted(names), 2)} - seen
+    op, seen = kernel.op, set[tuple[str, str]]()
+
+    def in_effect(cell: tuple[Case, str]) -> set[tuple[str, str]]:
+        """Returns the pairs of a call that are new."""
+        new = set(combinations(sorted(_given(op, *cell, seed)), 2)) - seen
+        names = frozenset(name for name in set().union(*new)
+                          if _is_effective(op, *cell, seed, name)) if new else frozenset()
+        return {pair for pair in new if names.issuperset(pair)}
+
+    for cell in pair_cases(kernel, device, lane, seed).cells:
+        seen |= in_effect(cell)
+    by_pair: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    for _, case, dtype in accepted_pool(kernel, device, lane, seed):
+        for pair in combinations(sorted(_given(op, case, dtype, seed)), 2):
+            by_pair.setdefault(pair, []).append((case, dtype))
     cells: list[tuple[Case, str]] = []
-    for pair in sorted(wanted):
-        if pair in seen or len(cells) >= EXTRA[lane]:
-            continue
-        having = [cell for i, cell in enumerate(pool) if given[i].issuperset(pair)]
-        for case, dtype in sorted(having, key=lambda cell: len(cell[0]))[:TRIES]:
-            effective = _effective(kernel.op, case, dtype, seed)
-            if effective.issuperset(pair):
-                seen |= set(combinations(sorted(effective), 2))
-                cells.append((case, dtype))
+    for pair in sorted(by_pair):
+        for cell in sorted(by_pair[pair], key=lambda cell: len(cell[0]))[:TRIES]:
+            if pair in seen or len(cells) >= EXTRA[lane]:
                 break
+            found = in_effect(cell)
+            cells += [cell] if pair in found else []
+            seen |= found
     return tuple(cells)
 
 
@@ -122,15 +136,10 @@ def _given(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
     return given_arguments(op, case_outline(op, case, dtype, seed=seed))
 
 
-def _effective(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
-    """Returns the optional arguments of a call without each of which it has another result."""
-    def compute() -> frozenset[str]:
-        values = case_values_to_read(op, case, dtype, seed=seed)
-        return frozenset(name for name in given_arguments(op, values)
-                         if affects_result(op, values, name))
-
-    names: frozenset[str] = compute_once(op, ("effective", repr(case), dtype, seed), compute)
-    return names
+def _is_effective(op: Op, case: Case, dtype: str, seed: int, name: str) -> bool:
+    """Has the call another result without the argument?"""
+    return bool(compute_once(op, ("effective", repr(case), dtype, seed, name), lambda: affects_result(
+        op, case_values_to_read(op, case, dtype, seed=seed), name)))
 
 
 # Without tensors.
@@ -159,7 +168,7 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
                 continue
         except FAULTS:                         # not every combination makes a call
             continue
-        named = sorted((n, repr(v)) for n, v in chosen.items())
+        named = sorted((n, repr(chosen.get(n))) for n in levels)
         rows.append((chosen, pairs.of(iter(combinations(named, 2))),
                      triples.of(iter(combinations(sorted(chosen), 3)))))
     return tuple((case, dtype) for case in _cover(rows, ROWS[lane]))

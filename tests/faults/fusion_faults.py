@@ -285,10 +285,9 @@ def padding_from_the_end_has_a_gradient(right, **v):
     return right(**{**v, "padding_idx": None if padding is not None and padding < 0 else padding})
 
 
-@fault("embedding", "precision", "scale")
-def scale_in_the_dtype_of_the_table(right, **v):
-    scale = float(torch.tensor(v["scale"], dtype=v["weight"].dtype))
-    return right(**{**v, "scale": scale})
+@fault("embedding", "scale", "convention", "precision")
+def scale_dropped_for_ids_of_32_bits(right, **v):
+    return right(**{**v, "scale": 1.0 if v["ids"].dtype == torch.int32 else v["scale"]})
 
 
 # Losses.

@@ -326,7 +326,7 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                         dtype, device, seed) for case in cases for dtype in dtypes)
     if lane == "quick" and not _is_formula(kernel, lane):      # two arguments beside each other
         yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed) for case, _ in
-                    pair_cases(kernel, device, lane, seed).cells)
+                    pair_cases(kernel, device, lane, seed).cells if "extreme" not in case)
     # other contents than before: what an earlier backward kept shows
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed + 1, name)
                 for case in cases[:1] for name in op.differentiable)

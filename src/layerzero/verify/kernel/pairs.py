@@ -68,10 +68,16 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
     levels: dict[str, list[Any]] = {n: [d] for n, d in defaults.items() if n not in sizes}
     for case in (*op.cases, *op.stress):
         for name, value in case.items():
-            if name in levels and value not in levels[name]:
+            if name in levels and value not in levels[name] and not _is_large(value):
                 levels[name].append(value)
     return {name: values for name, values in levels.items()
             if len(values) > 1 and name not in _LARGE}
+
+
+def _is_large(value: Any) -> bool:
+    """Is it a size, or lengths, of a case that is there for being large?"""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(type(n) is int for n in numbers) and (sum(numbers) > 1_000 or len(numbers) > 100)
 
 
 def small_sizes(op: Op) -> dict[str, Any]:

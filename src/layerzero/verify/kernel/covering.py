@@ -28,7 +28,7 @@ from .shared import compute_once
 TILES = (1, 1, 32, 64, 128)                    # one has most often a path of its own
 ROWS = {"quick": 96, "full": 240, "stress": 240}
 USUAL = 0.5                                    # times the size of the default call
-COSTLY = ("attention",)                        # families of which fewer are run
+COSTLY = ("attention",)                        # families of which fewer are run, and smaller
 VARIANTS = 6                                   # of each combination of arguments, by their sizes
 TRIES = 4                                      # calls that are tried for two arguments
 EXTRA = {"quick": 10, "full": 60, "stress": 60}
@@ -91,7 +91,7 @@ def sized_combinations(kernel: Kernel, device: str, lane: str,
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
     small, rows = small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
-    limit = ROWS[lane] // (3 if kernel.op.family in COSTLY else 1)
+    limit = ROWS[lane] * 2 // (3 if kernel.op.family in COSTLY else 2)
     chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
                      for row in rows[i]], limit)
     return tuple((case, *({**case, **small, name: case[name]}
@@ -102,7 +102,7 @@ def _draw_sizes(op: Op, rng: random.Random, small: Case) -> dict[str, Any]:
     """Returns some sizes of tiles, as many as a call of a usual size may have."""
     sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
              for name in small if rng.random() < 0.6 for n in (rng.choice(TILES),)}
-    most = USUAL / 2 if op.family in COSTLY else USUAL
+    most = USUAL / 8 if op.family in COSTLY else USUAL
     while sizes and relative_size(op, {**small, **sizes}) > most:
         large = [name for name, n in sizes.items() if n != 1 and (type(n) is int or n[-1] != 1)]
         sizes.pop(rng.choice(large or list(sizes)))

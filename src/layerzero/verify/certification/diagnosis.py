@@ -33,9 +33,9 @@ from .reruns import (
     explain_by_pages,
     explain_by_values,
     fails_with_other_numbers,
-    is_rounded,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
+    is_rounded,
     is_slight,
     is_strided,
     is_wrong_in_few_rows,
@@ -180,7 +180,7 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         return _state(forward)
     if of_sizes and "(it passes" in where and not any(r.circumstance for r in forward) \
             and not confirmed_arguments(kernel, forward, device):
-        if (max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device)
+        if ((max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device))
                 or is_rounded(kernel, forward, device)):
             return "precision", f"close, and seen where there are many: {forward[0].detail}"
         return _scale_mistake(kernel, forward, device) or ("sizes", forward[0].detail)

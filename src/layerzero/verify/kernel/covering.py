@@ -10,10 +10,11 @@ that what a kernel may do for one size, or for two arguments together, occurs in
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from ...machine.faults import FAULTS
@@ -25,11 +26,10 @@ from .contract import case_outline, case_refusals, case_values_to_read
 from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
 from .shared import compute_once
 
-TILES = (1, 1, 32, 64, 128)                    # one has most often a path of its own
-ROWS = {"quick": 96, "full": 240, "stress": 240}
+TILES = (1, 32, 64, 128)
+ROWS = {"quick": 160, "full": 400, "stress": 400}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller
-VARIANTS = 6                                   # of each combination of arguments, by their sizes
 TRIES = 4                                      # calls that are tried for two arguments
 EXTRA = {"quick": 10, "full": 60, "stress": 60}
 
@@ -37,14 +37,24 @@ EXTRA = {"quick": 10, "full": 60, "stress": 60}
 def _cover(rows: Sequence[tuple[Case, int, int]], limit: int) -> list[Case]:
     """Returns cases that have most of the bits of all rows: those of the first number weigh four
     times as much as those of the second."""
-    left, chosen = list(rows), []              # type: list[tuple[Case, int, int]], list[Case]
     first = second = 0
-    while left and len(chosen) < limit:
-        gains = [4 * (a & ~first).bit_count() + (b & ~second).bit_count() for _, a, b in left]
-        best = max(range(len(left)), key=gains.__getitem__)
-        if not gains[best]:
-            break
-        case, a, b = left.pop(best)
+
+    def gain(i: int) -> int:
+        _, a, b = rows[i]
+        return 4 * (a & ~first).bit_count() + (b & ~second).bit_count()
+
+    # a gain only falls: the largest known one that is up to date is the largest of all
+    heap, chosen = [(-gain(i), i) for i in range(len(rows))], []   # type: list[Any], list[Case]
+    heapq.heapify(heap)
+    while heap and len(chosen) < limit:
+        known, i = heapq.heappop(heap)
+        now = gain(i)
+        if not now:
+            continue
+        if now < -known:
+            heapq.heappush(heap, (-now, i))
+            continue
+        case, a, b = rows[i]
         first, second = first | a, second | b
         chosen.append(case)
     return chosen
@@ -75,12 +85,14 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
         if "extreme" in case:                  # scores that grow with the head size, say
             continue
         options = {n: v for n, v in case.items() if n not in small}
-        for _ in range(VARIANTS):
-            sizes = _draw_sizes(op, rng, small)
+        for name, n in product(small, TILES):
+            sizes = _draw_sizes(op, rng, small, name, n)
+            # beside one key, or one row, the others may show nothing
+            shown = [(name, sizes[name])] if n == 1 and name in sizes else list(sizes.items())
             rows[i].append((
                 {**case, **sizes},
-                pairs.of((s, o, repr(v)) for s in sizes.items() for o, v in options.items()),
-                triples.of((s, *two) for s in sizes.items()
+                pairs.of((s, o, repr(v)) for s in shown for o, v in options.items()),
+                triples.of((s, *two) for s in shown
                            for two in combinations(sorted(options), 2))))
     return rows
 
@@ -91,21 +103,22 @@ def sized_combinations(kernel: Kernel, device: str, lane: str,
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
     small, rows = small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
-    limit = ROWS[lane] * 2 // (3 if kernel.op.family in COSTLY else 2)
+    limit = ROWS[lane] * 2 // (5 if kernel.op.family in COSTLY else 2)
     chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
                      for row in rows[i]], limit)
     return tuple((case, *({**case, **small, name: case[name]}
                           for name in small if case[name] != small[name])) for case in chosen)
 
 
-def _draw_sizes(op: Op, rng: random.Random, small: Case) -> dict[str, Any]:
-    """Returns some sizes of tiles, as many as a call of a usual size may have."""
+def _draw_sizes(op: Op, rng: random.Random, small: Case, first: str, size: int) -> dict[str, Any]:
+    """Returns this size and some of tiles, as many as a call of a usual size may have."""
+    drawn = {name: size if name == first else rng.choice(TILES[1:]) for name in small
+             if name == first or rng.random() < 0.4}
     sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
-             for name in small if rng.random() < 0.6 for n in (rng.choice(TILES),)}
+             for name, n in drawn.items()}
     most = USUAL / 8 if op.family in COSTLY else USUAL
     while sizes and relative_size(op, {**small, **sizes}) > most:
-        large = [name for name, n in sizes.items() if n != 1 and (type(n) is int or n[-1] != 1)]
-        sizes.pop(rng.choice(large or list(sizes)))
+        sizes.pop(rng.choice([name for name in sizes if name != first] or [first]))
     return sizes
 
 
@@ -145,7 +158,8 @@ def _given(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
 
 def _is_effective(op: Op, case: Case, dtype: str, seed: int, name: str) -> bool:
     """Has the call another result without the argument?"""
-    return bool(compute_once(op, ("effective", repr(case), dtype, seed, name), lambda: affects_result(
+    key = ("effective", repr(case), dtype, seed, name)
+    return bool(compute_once(op, key, lambda: affects_result(
         op, case_values_to_read(op, case, dtype, seed=seed), name)))
 
 
@@ -168,7 +182,7 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
     op = kernel.op
     levels, rng = _levels(op), random.Random(f"cells {op.name} {seed}")
     dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
-    for _ in range(8 * ROWS[lane]):
+    for _ in range(4 * ROWS[lane]):
         chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
         try:
             if case_refusals(kernel, chosen, dtype, device, seed):
@@ -178,4 +192,4 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
         named = sorted((n, repr(chosen.get(n))) for n in levels)
         rows.append((chosen, pairs.of(iter(combinations(named, 2))),
                      triples.of(iter(combinations(named, 3)))))
-    return tuple((case, dtype) for case in _cover(rows, ROWS[lane]))
+    return tuple((case, dtype) for case in _cover(rows, ROWS[lane] // 2))

@@ -157,9 +157,12 @@ def _allowed_facts(op: Op, case: Case, dtype: str, seed: int = 0) -> Mapping[str
 def _accepted(kernel: Kernel, device: str, lane: str,
               seed: int) -> tuple[tuple[int, Case, str, frozenset[Pair]], ...]:
     here = hardware.probe(device).facts()
-    return tuple((i, case, dtype, pairs)
-                 for i, (case, dtype, facts, pairs) in enumerate(_pool(kernel.op, lane, seed))
-                 if next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None)
+
+    def takes(facts: Mapping[str, Any]) -> bool:
+        return next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None
+
+    return tuple((i, case, dtype, pairs) for i, (case, dtype, facts, pairs)
+                 in enumerate(_pool(kernel.op, lane, seed)) if takes(facts))
 
 
 def pool_cases(op: Op, lane: str, seed: int) -> list[Case]:

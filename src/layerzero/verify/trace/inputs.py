@@ -21,8 +21,8 @@ from torch import Tensor
 from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
-from .drawn import NUCLEUS, angles, with_peaks
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .drawn import NUCLEUS, angles, with_peaks
 from .exports import case_inputs
 from .readings import chunk_size, skips, small_numbers
 
@@ -322,7 +322,7 @@ class _Maker:
         if "logits" in low:
             drawn = self._distinct(shape)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
-                drawn[:1] -= 16.0              # scores so small that what is added to their sum shows
+                drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
             return drawn.to(getattr(torch, dtype))
         if "scale" in low:
             return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)

@@ -157,7 +157,8 @@ def chunk_size(definition: Definition) -> int:
 
 def skips(definition: Definition) -> bool:
     """Does the reference leave out what is empty, a sequence or a slot, and give zeros for it?"""
-    loops = (node for node in ast.walk(ast.parse(definition.reference)) if isinstance(node, ast.For))
+    loops = (node for node in ast.walk(ast.parse(definition.reference))
+             if isinstance(node, ast.For))
     return "zeros" in definition.reference and any(
         isinstance(step, ast.If) and isinstance(step.body[-1], ast.Continue)
         and any(isinstance(part, ast.Compare) for part in ast.walk(step.test))

@@ -195,7 +195,7 @@ def e5m2_by_way_of_float16(right, **v):
 
 # Norms and positions.
 
-@fault("rms_norm", "convention")
+@fault("rms_norm", "scale", "convention")
 def offset_dropped_for_a_wider_weight(right, **v):
     if v["weight"] is not None and v["weight"].dtype != v["x"].dtype:
         return right(**{**v, "offset": 0.0})

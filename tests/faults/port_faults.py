@@ -324,7 +324,7 @@ def distances_in_bfloat16(right, **v):
     return torch.where(out == -math.inf, out, bias.to(out.dtype))
 
 
-@fault("alibi", "mask")
+@fault("alibi", "mask", "non-finite values")
 def causal_bias_hides_the_diagonal(right, **v):
     out = right(**v)
     if v["is_causal"] and v["causal_align"] == "bottom_right":

@@ -360,13 +360,11 @@ def repeated_ids_count_once(right, **v):
 
 
 @fault("speculative_verify", "distribution")
-def draft_of_no_probability_is_accepted(right, **v):
-    """u * q <= p, so that a token with p = 0 passes where q or u is zero."""
-    uniforms = v["uniforms"]
-    if uniforms is None or v["draft_probs"] is None:
+def drafts_are_accepted_too_often(right, **v):
+    """Random numbers a little too small: a draft passes that is not likely enough."""
+    if v["uniforms"] is None or v["draft_probs"] is None:
         return right(**v)
-    return right(**{**v, "uniforms": uniforms * (1 - 2.0 ** -10),
-                    "target_probs": v["target_probs"]})
+    return right(**{**v, "uniforms": v["uniforms"] * (1 - 2.0 ** -10)})
 
 
 @fault("speculative_verify_tree", "distribution", "convention")
@@ -412,10 +410,8 @@ def scale_lost_in_the_norm(right, **v):
 
 @fault("gated_delta_rule", "head map", "convention")
 def value_heads_take_key_heads_in_turn(right, **v):
-    heads, values = v["q"].shape[2], v["v"].shape[2]
-    share = values // max(heads, 1)
-    return right(**{**v, **{n: v[n].repeat(1, 1, share, 1) for n in "qk"}}) if share > 1 \
-        else right(**v)
+    share = v["v"].shape[2] // max(v["q"].shape[2], 1)
+    return right(**{**v, **{n: v[n].repeat(1, 1, share, 1) for n in "qk"}})
 
 
 @fault("gated_delta_rule", "precision", "sizes")

@@ -1,8 +1,8 @@
 """Plants the broken kernels of tests/faults and tells which of them get a certificate, and what the
 others are taken for.
 
-python benchmarks/planted_faults.py [NAME ...] [--set all|first|sizes|field|shapes|numbers|authors|edges]
-    [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
+python benchmarks/planted_faults.py [NAME ...]
+    [--set all|first|sizes|field|shapes|numbers|authors|edges|ports] [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
 
 Each fault runs in a forked process of its own: some change the process for good, some end it. One
 that ends its process, as a write beside its memory does, is caught, with the class "fault"; one
@@ -34,10 +34,12 @@ from attention_author_faults import ATTENTION_AUTHOR_FAULTS
 from broken_kernels import FAULTS, Fault
 from edge_faults import EDGE_FAULTS
 from field_faults import FIELD_FAULTS
+from fusion_faults import FUSION_FAULTS
 from layer_author_faults import LAYER_AUTHOR_FAULTS
 from model_size_faults import SIZE_FAULTS
 from number_faults import NUMBER_FAULTS
 from optional_author_faults import OPTIONAL_AUTHOR_FAULTS
+from port_faults import PORTED_ATTENTION_FAULTS
 from shape_faults import SHAPE_FAULTS
 from state_author_faults import STATE_AUTHOR_FAULTS
 from use_faults import USE_FAULTS
@@ -50,7 +52,8 @@ SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIEL
         "shapes": tuple(SHAPE_FAULTS), "numbers": tuple(NUMBER_FAULTS),
         "authors": (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS, *STATE_AUTHOR_FAULTS,
                     *OPTIONAL_AUTHOR_FAULTS),
-        "edges": (*USE_FAULTS, *EDGE_FAULTS)}
+        "edges": (*USE_FAULTS, *EDGE_FAULTS),
+        "ports": (*PORTED_ATTENTION_FAULTS, *FUSION_FAULTS)}
 SETS["all"] = tuple(fault for faults in SETS.values() for fault in faults)
 CAUGHT = ("failed", "crashed")
 

@@ -64,6 +64,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"sq": 9, "sk": 5, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0},
     {"heads": 2, "sq": 1, "sk": 3000, "align": "bottom_right"},
+    {"heads": 2, "sq": 300, "sk": 300},        # positions that bfloat16 does not have
 )
 
 

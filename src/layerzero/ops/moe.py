@@ -74,10 +74,12 @@ def inputs(
     top_k: int = 2, activation: str = "swiglu", gate_first: bool = True, by: str = "ids",
     scoring: str = "softmax", normalize: bool = True, offset: int = 0, others: int = 0,
     capacity: int = 0, weight_on: str = "output",
-    favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
+    favourite: bool = False, padding: bool = False, index: str = "int64", weight_dtype: str = "",
+    stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`others`: experts on other devices; `favourite`: every token chooses expert 1 first."""
+    """`others`: experts on other devices; `favourite`: every token chooses expert 1 first;
+    `padding`: tokens of no expert, and slots of none, whose id is -1."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:
@@ -97,6 +99,8 @@ def inputs(
                 "normalize": normalize}
     ids, weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     weights = weights.to(getattr(torch, weight_dtype)) if weight_dtype else weights
+    if padding:
+        ids[..., -1:][::2], ids[-1:] = -1, -1
     return {**arguments, "topk_ids": ids.to(device=device, dtype=getattr(torch, index)),
             "topk_weights": weights.to(device)}
 
@@ -107,7 +111,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True},
     {"activation": "geglu"}, {"activation": "geglu_tanh"}, {"activation": "reglu"},
-    {"gate_first": False}, {"index": "int32"}, {"offset": 2, "others": 4},
+    {"gate_first": False}, {"index": "int32"}, {"padding": True},
+    {"padding": True, "offset": 1, "others": 3, "rows": (9,)}, {"offset": 2, "others": 4},
     {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
     {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
     {"weight_on": "input", "top_k": 1},

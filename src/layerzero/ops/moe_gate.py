@@ -70,7 +70,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"normalize": False, "scoring": "sigmoid", "scale": 2.5},
     {"top_k": 1}, {"top_k": 16}, {"experts": 1, "top_k": 1}, {"rows": ()}, {"rows": (0,)},
     {"rows": (2, 3)}, {"experts": 128, "top_k": 8, "rows": (33,)}, {"bias": True},
-    {"bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {"bias": True, "scoring": "sigmoid", "scale": 2.827},
     {"n_group": 4, "topk_group": 2, "bias": True, "special": "below", "scoring": "sigmoid"},
     {"n_group": 4, "topk_group": 2}, {"n_group": 4, "topk_group": 2, "bias": True,
                                       "scoring": "sigmoid"},

@@ -94,6 +94,9 @@ CASES: tuple[dict[str, Any], ...] = (
      "hkv": 1},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "causal": True, "align": "bottom_right"},
     {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72},
+    # no queries, or no keys, between sequences that have them
+    {"lengths_q": (4, 0, 9), "lengths_k": (7, 5, 20), "hkv": 2},
+    {"lengths_q": (3, 5, 0, 2), "lengths_k": (6, 0, 4, 9), "causal": True, "align": "bottom_right"},
     {"window": (8, 0), "causal": True, "align": "top_left"},
     {"softcap": 10.0}, {"scale": 0.5, "hkv": 2}, {"lse": True, "hkv": 2},
     {"lengths_q": (4, 9, 3), "lengths_k": (20, 4, 0), "causal": True, "align": "bottom_right",

@@ -103,12 +103,20 @@ def softcap_before_scale(op: Any, v: Values) -> Values | None:
     return {**v, "softcap": v["softcap"] * scale_of(v)} if v["softcap"] > 0 else None
 
 
+def scale_by_value_dim(op: Any, v: Values) -> Values | None:
+    values = v["value"] if "value" in v else v.get("value_cache")
+    if v.get("scale") is not None or values is None or values.shape[-1] == v["query"].shape[-1]:
+        return None
+    return {**v, "scale": values.shape[-1] ** -0.5}
+
+
 SCORES = (
     Mistake("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0
                else {**v, "scale": 1.0}),
     replace_argument("scale", "the default scale whatever was given", "scale",
                      lambda v: v["query"].shape[-1] ** -0.5 if "query" in v else 1.0),
     Mistake("scale", "the scale applied twice", lambda op, v: {**v, "scale": scale_of(v) ** 2}),
+    Mistake("scale", "the scale of the head size of the values", scale_by_value_dim),
     replace_argument("mask", "causality ignored", "is_causal", False),
 )
 

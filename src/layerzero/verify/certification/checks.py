@@ -34,7 +34,8 @@ from ..kernel.contract import (
     check_case,
     results_of,
 )
-from ..kernel.gradients import check_gradients, gradient_cases
+from ..kernel.covering import cells_without_tensors, effective_cells, sized_combinations
+from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
 from ..kernel.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
     ChangedInPart,
@@ -249,6 +250,9 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                                     and _accepts(kernel, c, device, seed)), range(12))]
                 for dtype in op.dtypes)
     accepted = next(filter(None, by_dtype), [])
+    if not op.tensors and accepted and kernel.backend != "reference":
+        yield from (partial(check_case, kernel, case, dtype, device, seed)
+                    for case, dtype in cells_without_tensors(kernel, device, lane, seed))
     if not op.tensors or not accepted:
         return
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device, seed)
@@ -266,10 +270,14 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                             limit_s=limit_s) for name, cases in residues(op, lane, seed))
         yield partial(check_sizes, kernel, "each case", case_by_case_sizes(op, lane, seed),
                       plain[1], device, seed, limit_s=limit_s)
+        yield partial(check_sizes, kernel, "tiles beside arguments",
+                      sized_combinations(kernel, device, lane, seed), plain[1], device, seed,
+                      limit_s=limit_s)
         yield partial(check_sizes, kernel, "a model", model_sizes(op, seed, lane), plain[1], device,
                       seed, all_others=lane != "quick", limit_s=limit_s)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
-                    for case, dtype in pair_cases(kernel, device, lane, seed).cells)
+                    for case, dtype in (*pair_cases(kernel, device, lane, seed).cells,
+                                        *effective_cells(kernel, device, lane, seed)))
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
@@ -316,6 +324,10 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
 
     yield from (partial(check_gradients, kernel, case if dtype == "float32" else sized(case, dtype),
                         dtype, device, seed) for case in cases for dtype in dtypes)
+    if lane == "quick" and not _is_formula(kernel, lane):      # two arguments beside each other
+        yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed) for case, _ in
+                    pair_cases(kernel, device, lane, seed).cells if "extreme" not in case
+                    and has_plain_gradients(op, case, dtypes[0], device, seed))
     # other contents than before: what an earlier backward kept shows
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed + 1, name)
                 for case in cases[:1] for name in op.differentiable)

@@ -26,13 +26,16 @@ from ..kernel.contract import CaseResult, call, formula, results_of, upcast
 from ..kernel.guarded import guarded, poisoned_memory
 from ..kernel.results import are_equal, has_holes
 from .conditions import failing_conditions
+from .head_maps import explain_by_heads
 from .reruns import (
     are_close,
     confirmed_arguments,
     explain_by_pages,
     explain_by_values,
+    fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
+    is_rounded,
     is_slight,
     is_strided,
     is_wrong_in_few_rows,
@@ -165,30 +168,35 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         return "gradient", f"the forward pass is right, the backward is not: {failed[0].detail}"
     if all(r.circumstance.startswith("backward") for r in forward):
         return "mode", f"right as it is, wrong where gradients are recorded: {forward[0].detail}"
+    by_heads = explain_by_heads(kernel, forward, device)
+    if by_heads:
+        return by_heads
     of_sizes = (_speaks_of_sizes(kernel.op, where)
                 and passes_at_some_size(kernel, results, device)
+                and not fails_with_other_numbers(kernel, results, device)
                 and not (_rows_alone(kernel.op, where)
                          and is_wrong_in_few_rows(kernel, forward, device)))
     if of_sizes and is_right_when_loaded_anew(kernel, forward, device):
         return _state(forward)
     if of_sizes and "(it passes" in where and not any(r.circumstance for r in forward) \
             and not confirmed_arguments(kernel, forward, device):
-        if max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device):
+        if ((max(r.ratio for r in forward) < 50 and is_slight(kernel, forward, device))
+                or is_rounded(kernel, forward, device)):
             return "precision", f"close, and seen where there are many: {forward[0].detail}"
-        return "sizes", forward[0].detail
+        return _scale_mistake(kernel, forward, device) or ("sizes", forward[0].detail)
     strided = [r for r in forward if _is_of_layout(kernel, r, device)]
     others = [r for r in forward if r not in strided and "2^31" not in r.circumstance]
     if (strided and not others and not any("out of bounds" in r.kinds for r in forward)
             and is_right_when_contiguous(kernel, strided, device)):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
+    if is_right_when_loaded_anew(kernel, forward, device):     # whatever it looks like now
+        return _state(forward)
     mistake = _explain_by_mistake(kernel, forward, device)
     if mistake:
         return mistake
     memory_fault = _explain_by_memory(kernel, forward, device)
     if memory_fault:
         return memory_fault
-    if is_right_when_loaded_anew(kernel, forward, device):
-        return _state(forward)
     names = {r.circumstance for r in forward}
     if all(names):                             # it fails only under circumstances
         if (all("non-determinism" in r.kinds for r in forward)
@@ -217,7 +225,8 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     by_pages = explain_by_pages(kernel, forward, device)
     if by_pages:
         return by_pages
-    for fact, kind in _BY_FACT:
+    several = len(_kinds_of_facts(arguments)) > 1
+    for fact, kind in () if several else _BY_FACT:
         if fact in where and ((fact in _NO_ARGUMENT and not all("not finite" in r.kinds
                                                                for r in forward))
                               or any(fact in name for name in arguments)):
@@ -232,7 +241,8 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     dtypes = {r.dtype for r in forward}
     if "float32" not in dtypes and is_wrong_when_wide(kernel, forward, device):
         dtypes.add("float32")
-    if arguments and kernel.op.family == "sampling" and not distinguished:
+    filters = [name for name in arguments if name != "return_logprobs"]
+    if arguments and kernel.op.family == "sampling" and (not distinguished or len(filters) > 1):
         # another call draws other numbers: it may be right by chance
         return "distribution", ("other tokens or probabilities than the contract's: "
                                 f"{forward[0].detail}")
@@ -240,20 +250,21 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
             and (distinguished or any(r.error >= 0.05 for r in forward))):
         kinds_of = {next((kind for fact, kind in _BY_FACT if fact in name), "convention")
                     for name in arguments}
-        return (kinds_of.pop() if len(kinds_of) == 1 else "convention",
+        # of arguments that go together each one mends it, whichever is wrong
+        return (kinds_of.pop() if len(kinds_of) == 1 else "unknown" if several else "convention",
                 f"right without {' or without '.join(arguments)} (left out, or one), in float32 "
                 "too wrong with it: "
                 f"{forward[0].detail}")
     of_one_size = any(where.startswith(f"{dim} is ") for dim in kernel.op.dims)
-    if (of_sizes and ("% " in where or of_one_size)
-            and not is_slight(kernel, forward, device)):
+    slight = is_slight(kernel, forward, device) or is_rounded(kernel, forward, device)
+    if of_sizes and ("% " in where or of_one_size) and not slight:
         return "sizes", forward[0].detail
     right_when_wide = ("float32" not in dtypes
                        and any(r.passed and r.dtype == "float32" for r in results))
     ratios = [r.ratio for r in forward if "error" in r.kinds]
     if kernel.op.family == "sampling" and math.inf in ratios:      # tokens do not round
         ratios = []
-    if ratios and min(ratios) > 1 and (right_when_wide or is_slight(kernel, forward, device)):
+    if ratios and min(ratios) > 1 and (right_when_wide or slight):
         excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
                   else "other codes")
         return "precision", (f"close, but {excess}, in "
@@ -264,6 +275,14 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         return ("distribution",
                 f"other tokens or probabilities than the contract's: {forward[0].detail}")
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
+
+
+def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
+    """Returns what arguments speak of; beside a window neither causality nor the diagonal."""
+    facts = {fact: kind for fact, kind in _BY_FACT for name in arguments if fact in name}
+    if "window" in facts:
+        facts = {fact: kind for fact, kind in facts.items() if "causal" not in fact}
+    return set(facts.values())
 
 
 def _state(forward: Sequence[CaseResult]) -> tuple[str, str]:
@@ -337,6 +356,13 @@ def _explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
         return None
     return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
                      f"{applied[best]} failing cases where that makes a difference")
+
+
+def _scale_mistake(kernel: Kernel, failed: Sequence[CaseResult],
+                   device: str) -> tuple[str, str] | None:
+    """Returns a mistake of the scale, which the sizes of a call make: those of its heads."""
+    mistake = _explain_by_mistake(kernel, failed, device)
+    return mistake if mistake and mistake[0] == "scale" else None
 
 
 def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, ...] | None:

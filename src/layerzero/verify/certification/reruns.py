@@ -163,6 +163,20 @@ def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: s
     return any(common <= several(r) for r in plain if r.passed)
 
 
+def fails_with_other_numbers(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
+    """Does a case that passed fail with other numbers? Then the numbers decide, and not a size."""
+    plain = [r for r in results if not r.circumstance]
+
+    def rerun(before: str, after: str) -> bool:
+        return any(check_case(kernel, r.case, r.dtype, device, r.seed + by).status == after
+                   for r in sample_failures([r for r in plain if r.status == before], 4)
+                   for by in (2000, 2001))
+
+    # of what is drawn also: does one that failed pass?
+    return rerun("passed", "failed") or (kernel.op.family == "sampling"
+                                         and rerun("failed", "passed"))
+
+
 def plain_failures(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult],
                    device: str) -> list[CaseResult]:
     """Returns what fails without any circumstance: of the failing cases, and of the op's own at
@@ -269,6 +283,29 @@ def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool
             if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
                 return False
     return True
+
+
+def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are float32 results off by a rounding to 16 bits, in most elements and to both sides? What
+    is wrong by a factor is so to one side in each row."""
+    sample = sample_failures([r for r in failed if not r.circumstance], 2)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        with torch.no_grad():
+            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
+        if (r.dtype != "float32" or not isinstance(want, Tensor) or got.shape != want.shape
+                or not want.is_floating_point() or want.dim() < 2 or want.shape[-1] < 8):
+            return False
+        rows, wide = want.reshape(-1, want.shape[-1]), got.double().reshape(-1, want.shape[-1])
+        gaps = (wide - rows) / rows.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        wrong = gaps.norm(dim=-1) > 1e-5
+        if not bool(wrong.any()) or float(gaps.norm(dim=-1)[wrong].median()) > 2.0 ** -7:
+            return False
+        unit = rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        along = (gaps * unit).sum(-1).abs() / gaps.norm(dim=-1).clamp(min=1e-30)
+        if float(along[wrong].median()) > 0.7:
+            return False
+    return bool(sample)
 
 
 def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],

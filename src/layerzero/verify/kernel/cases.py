@@ -163,13 +163,13 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
             if (values is not None and name in given_arguments(op, values)
                 and takes(read(op, values))):
                 taken.add(case_key(base))
-                affects = _affects_result(op, values, name)
+                affects = affects_result(op, values, name)
                 yield affects, candidate
                 if affects:
                     return
 
 
-def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
+def affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
     """Does the result change without the argument?"""
     try:
         with_it, without_it = (

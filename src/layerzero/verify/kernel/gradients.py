@@ -83,6 +83,25 @@ def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[st
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
 
 
+def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                        seed: int = 0) -> bool:
+    """Are the formula's own gradients numbers, and not all zero? Where every key is hidden, or
+    every row ignored, kernels may differ in whether there is a gradient at all."""
+    def compute() -> bool:
+        values = requiring_grad(op, case_values(op, case, dtype, device, seed))
+        results = [r for r in formula(op, values) if isinstance(r, Tensor)]
+        wanted = [values[n] for n in _wanting(values)]
+        if not wanted or not all(r.requires_grad and bool(r.isfinite().all()) for r in results):
+            return False
+        grads = torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results],
+                                    allow_unused=True)
+        return (all(g is None or bool(g.isfinite().all()) for g in grads)
+                and any(g is not None and bool(g.any()) for g in grads))
+
+    plain: bool = compute_once(op, ("plain gradients", repr(case), dtype, device, seed), compute)
+    return plain
+
+
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,

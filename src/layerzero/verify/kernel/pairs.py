@@ -10,7 +10,7 @@ import inspect
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import combinations, islice, product
 from typing import Any, NamedTuple
@@ -61,17 +61,33 @@ class PairCases(NamedTuple):
 
 def argument_levels(op: Op) -> dict[str, list[Any]]:
     """Returns the values of each argument of the input generator that is no plain size, as the
-    op's cases give them; the default first."""
+    op's cases give them; the default first. A number that is 0 by default is an argument: off."""
     defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items()
                 if n not in _GENERATOR}
-    sizes = {n for n in numbers_of(op) if n not in op.by_name}
+    sizes = small_sizes(op)
     levels: dict[str, list[Any]] = {n: [d] for n, d in defaults.items() if n not in sizes}
     for case in (*op.cases, *op.stress):
         for name, value in case.items():
-            if name in levels and value not in levels[name]:
+            if name in levels and value not in levels[name] and not _is_large(value):
                 levels[name].append(value)
     return {name: values for name, values in levels.items()
             if len(values) > 1 and name not in _LARGE}
+
+
+def _is_large(value: Any) -> bool:
+    """Is it a size, or lengths, of a case that is there for being large?"""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(type(n) is int for n in numbers) and (sum(numbers) > 1_000 or len(numbers) > 100)
+
+
+def small_sizes(op: Op) -> dict[str, Any]:
+    """Returns the sizes of the input generator, none of them large."""
+    return {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
+            for n, d in numbers_of(op).items() if n not in op.by_name and d != 0}
+
+
+def _sample(rng: random.Random, cases: Sequence[Case], count: int) -> list[Case]:
+    return rng.sample(list(cases), min(len(cases), count))
 
 
 @lru_cache(maxsize=64)
@@ -79,16 +95,20 @@ def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, A
                                                        frozenset[Pair]], ...]:
     """Returns random combinations that the contract allows: case, dtype, facts, pairs."""
     levels, rng = argument_levels(op), random.Random(f"pairs {op.name} {seed}")
-    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
-             for n, d in numbers_of(op).items() if n not in op.by_name}
+    small = small_sizes(op)
     dtypes = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     rows = []
-    for i in range(POOL[lane]):
-        options = {n: rng.choice(values[1:]) if rng.random() < 0.4 else values[0]
-                 for n, values in levels.items()}
+    for i, own in enumerate((*_sample(rng, op.cases, POOL[lane] // 2), *[{}] * POOL[lane])):
+        drawn = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
+        # what goes with another argument is drawn with it from a case that has both
+        options = {n: own.get(n, drawn.get(n, values[0])) for n, values in levels.items()}
         case = {**small, **{n: v for n, v in options.items() if v != levels[n][0]}}
         dtype = dtypes[i % len(dtypes)]
         facts = _allowed_facts(op, case, dtype, seed)
+        if facts is None and own:              # it may need its own sizes, and no other argument
+            options = {n: own.get(n, values[0]) for n, values in levels.items()}
+            case = {**small, **own}
+            facts = _allowed_facts(op, case, dtype, seed)
         if facts is not None:
             named = sorted((n, repr(v)) for n, v in options.items())
             masking = {(n, repr(v)) for n, v in options.items()
@@ -107,7 +127,8 @@ def _masks(op: Op, case: Case) -> bool:
     key = (op.name, repr(case))
     if key not in _MASKING:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 one, other = (formula(op, case_values_to_read(op, case, op.dtypes[0], seed=seed))
                               for seed in (0, 1))
             _MASKING[key] = all(isinstance(a, Tensor) and a.shape == b.shape
@@ -134,11 +155,31 @@ def _allowed_facts(op: Op, case: Case, dtype: str, seed: int = 0) -> Mapping[str
 
 
 @lru_cache(maxsize=256)
+def _accepted(kernel: Kernel, device: str, lane: str,
+              seed: int) -> tuple[tuple[int, Case, str, frozenset[Pair]], ...]:
+    here = hardware.probe(device).facts()
+
+    def takes(facts: Mapping[str, Any]) -> bool:
+        return next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None
+
+    return tuple((i, case, dtype, pairs) for i, (case, dtype, facts, pairs)
+                 in enumerate(_pool(kernel.op, lane, seed)) if takes(facts))
+
+
+def pool_cases(op: Op, lane: str, seed: int) -> list[Case]:
+    """Returns random combinations of arguments that the contract allows, with small sizes."""
+    return [case for case, *_ in _pool(op, lane, seed)]
+
+
+def accepted_pool(kernel: Kernel, device: str, lane: str, seed: int) -> list[tuple[int, Case, str]]:
+    """Returns those of the pool that the kernel accepts, with their place in it and a dtype."""
+    return [(i, case, dtype) for i, case, dtype, _ in _accepted(kernel, device, lane, seed)]
+
+
+@lru_cache(maxsize=256)
 def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
     """Chooses the combinations that the kernel accepts, each for the pairs it adds."""
-    here = hardware.probe(device).facts()
-    accepted = [(case, dtype, pairs) for case, dtype, facts, pairs in _pool(kernel.op, lane, seed)
-                if next(kernel.reasons({**here, **facts, "device": facts["device"]}), None) is None]
+    accepted = [row[1:] for row in _accepted(kernel, device, lane, seed)]
     reachable = frozenset[Pair]().union(*(pairs for *_, pairs in accepted))
     missing, chosen = set(reachable), []       # type: set[Pair], list[tuple[Case, str]]
     while missing and len(chosen) < LIMIT[lane]:
@@ -174,8 +215,7 @@ def case_by_case_sizes(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], 
     tile, the others small: a path for one row, or for one head size, has its own arguments. In the
     quick lane those that the seed draws."""
     rng, numbers = random.Random(f"sizes of cases {op.name} {seed}"), numbers_of(op)
-    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
-             for n, d in numbers.items() if n not in op.by_name}
+    small = small_sizes(op)
     tiles = (32, 64, 128)
     cases = [({**small, **case, name: n if type(small[name]) is int else (n,)},)
              for case in (*op.cases, *small_stress(op)) if case.keys() - numbers.keys()

@@ -22,13 +22,14 @@ from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .drawn import NUCLEUS, angles, with_peaks
 from .exports import case_inputs
-from .readings import chunk_size, small_numbers
+from .readings import chunk_size, skips, small_numbers
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
 MAX_SEQUENCES = 1 << 20
-LONG = 70                                      # keys of one of the small sequences
+LONG = 140                                     # keys of one of the small sequences
 MAX_CHUNK = 512                               # of queries, that medium inputs exceed
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
@@ -42,7 +43,7 @@ class Size:
     rows: int                                  # of what is not divided into sequences
 
 
-SIZES = {"small": Size(3, 4, 21, 5), "medium": Size(8, 32, 256, 64),
+SIZES = {"small": Size(4, 4, 21, 5), "medium": Size(8, 32, 256, 64),
          "large": Size(16, 256, 2048, 1024)}
 _FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2,
          "head_size": 64, "head_dim": 64, "max_seq_len": 128, "max_position": 128,
@@ -197,6 +198,10 @@ class _Maker:
             if counts and total_k not in self.sizes and self.size is SIZES["small"]:
                 # one is longer than a window or a tile may be
                 counts[0] = max(counts[0], math.ceil(LONG / self.page_size))
+        if (len(counts) > 2 and self.size is SIZES["small"] and total_k not in self.sizes
+                and (paged or by_query) and skips(self.d)):
+            counts[1] = 0                      # which the reference leaves out
+            counts[-1] = max(counts[-1], 2)    # with a last page that is partly used
         pages = counts if paged else []
         keys = [self._length(c, q, full=i == 0) for i, (c, q) in enumerate(zip(counts, queries))
                 ] if paged else list(counts)
@@ -307,21 +312,25 @@ class _Maker:
             probs = (self._random(shape) * 2).softmax(-1)
             if probs.shape[-1] > 1 and probs.numel():
                 probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
-            return probs / probs.sum(-1, keepdim=True)
+            return with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
-            return self._rows(shape, (0.0, 0.9, 0.5, 1.0, 0.3))
+            return self._rows(shape, (0.0, 0.9, NUCLEUS, 1.0, 0.3))
         if "min_p" in low or "temperature" in low:
             return self._rows(shape, (0.1, 0.5, 0.02))
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
-            return self._angles(low, shape).to(getattr(torch, dtype))
+            return angles(low, shape).to(getattr(torch, dtype))
         if "logits" in low:
-            return self._distinct(shape).to(getattr(torch, dtype))
+            drawn = self._distinct(shape)
+            if len(shape) > 1 and "sigmoid" in self.d.reference:
+                drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
+            return drawn.to(getattr(torch, dtype))
         if "scale" in low:
             return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)
         delta = re.match(r"gdn|.*delta_", self.d.op_type.lower())
         if delta and low in ("k", "key"):      # longer keys make the state grow without end
-            return torch.nn.functional.normalize(self._random(shape), dim=-1).to(
-                getattr(torch, dtype))
+            unit = torch.nn.functional.normalize(self._random(shape), dim=-1)
+            return (unit * (0.6 + 0.4 * torch.rand(shape[:-1], generator=self.gen))[..., None]).to(
+                getattr(torch, dtype))         # none of length one: a kernel may make them so
         if low == "a" and re.match(r".*(mamba|ssu|selective_state)", self.d.op_type.lower()):
             # below zero, as a decay is
             return -torch.rand(shape, generator=self.gen).to(getattr(torch, dtype)) - 0.1
@@ -385,15 +394,6 @@ class _Maker:
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
         return torch.tensor([values[i % len(values)] for i in range(math.prod(shape))]).view(shape)
 
-    def _angles(self, low: str, shape: tuple[int, ...]) -> Tensor:
-        half = shape[-1] // 2 if "cos_sin" in low else shape[-1]
-        speeds = 1e4 ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
-        angles = (torch.arange(math.prod(shape[:-1]), dtype=torch.float64)[:, None]
-                  * speeds).float()
-        parts = (angles.cos(), angles.sin()) if "cos_sin" in low else \
-            (angles.cos() if "cos" in low else angles.sin(),)
-        return torch.cat(parts, -1).view(shape)
-
     def _integers(self, name: str, spec: TensorSpec, shape: tuple[int, ...],
                   plan: _Plan | None) -> Tensor:
         low = name.lower()
@@ -417,8 +417,11 @@ class _Maker:
         if re.search(r"state.*(ind|idx)", low):
             pool = next((self.d.shape_of(s, self.sizes)[0] for n, s in self.d.inputs.items()
                          if s.floating and s.shape and "state" in n.lower()), 1)
-            return torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
+            slots = torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
                 :math.prod(shape)].view(shape) % pool
+            if skips(self.d) and len(slots) > 2:
+                slots[1] = -1                  # padding, which the reference leaves out
+            return slots
         if low.endswith(("indices", "ids")):
             return self._pick(shape)
         raise DataError(
@@ -469,6 +472,8 @@ class _Maker:
         for i in range(len(rows)):
             n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
             rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
+        if skips(self.d) and len(rows) > 2:
+            rows[1] = -1                       # nothing, which the reference leaves out
         return rows.view(shape)
 
 

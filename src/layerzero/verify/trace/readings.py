@@ -155,6 +155,16 @@ def chunk_size(definition: Definition) -> int:
     return max(sizes, default=0)
 
 
+def skips(definition: Definition) -> bool:
+    """Does the reference leave out what is empty, a sequence or a slot, and give zeros for it?"""
+    loops = (node for node in ast.walk(ast.parse(definition.reference))
+             if isinstance(node, ast.For))
+    return "zeros" in definition.reference and any(
+        isinstance(step, ast.If) and isinstance(step.body[-1], ast.Continue)
+        and any(isinstance(part, ast.Compare) for part in ast.walk(step.test))
+        for loop in loops for step in loop.body)
+
+
 def constant(definition: Definition, pattern: str) -> int | None:
     """The whole number that the reference, or a const axis, gives a name such as TOP_K."""
     for axis, value in definition.const_axes.items():

@@ -1,0 +1,195 @@
+"""Arguments beside each other and beside sizes: a few calls with many arguments at once, chosen so
+that what a kernel may do for one size, or for two arguments together, occurs in one of them.
+
+- `sized_combinations`: every size that often has a path of its own (one, those of tiles) beside
+  every value of an argument, and beside two arguments that are given together.
+- `effective_cells`: every two arguments of the op in a call in which each of them changes the
+  result: a window to the right shows nothing in a causal call.
+- `cells_without_tensors`: pairs of argument values of an op that has no tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from .case_sizes import relative_size
+from .cases import Case, affects_result, given_arguments
+from .contract import case_outline, case_refusals, case_values_to_read
+from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
+from .shared import compute_once
+
+TILES = (1, 32, 64, 128)
+ROWS = {"quick": 160, "full": 400, "stress": 400}
+USUAL = 0.5                                    # times the size of the default call
+COSTLY = ("attention",)                        # families of which fewer are run, and smaller
+TRIES = 4                                      # calls that are tried for two arguments
+EXTRA = {"quick": 10, "full": 60, "stress": 60}
+
+
+def _cover(rows: Sequence[tuple[Case, int, int]], limit: int) -> list[Case]:
+    """Returns cases that have most of the bits of all rows: those of the first number weigh four
+    times as much as those of the second."""
+    first = second = 0
+
+    def gain(i: int) -> int:
+        _, a, b = rows[i]
+        return 4 * (a & ~first).bit_count() + (b & ~second).bit_count()
+
+    # a gain only falls: the largest known one that is up to date is the largest of all
+    heap, chosen = [(-gain(i), i) for i in range(len(rows))], []   # type: list[Any], list[Case]
+    heapq.heapify(heap)
+    while heap and len(chosen) < limit:
+        known, i = heapq.heappop(heap)
+        now = gain(i)
+        if not now:
+            continue
+        if now < -known:
+            heapq.heappush(heap, (-now, i))
+            continue
+        case, a, b = rows[i]
+        first, second = first | a, second | b
+        chosen.append(case)
+    return chosen
+
+
+class _Bits:
+    """A bit for each element, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, int] = {}
+
+    def of(self, elements: Iterator[Any]) -> int:
+        bits = 0
+        for element in elements:
+            bits |= 1 << self.places.setdefault(element, len(self.places))
+        return bits
+
+
+@lru_cache(maxsize=64)
+def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, int, int]]]:
+    """Returns for each combination of arguments some calls with sizes of tiles, and which elements
+    they have: the same for all kernels of the op, so that its formula is computed once."""
+    rng, small = random.Random(f"sized {op.name} {seed}"), small_sizes(op)
+    pairs, triples = _Bits(), _Bits()
+    rows: dict[int, list[tuple[Case, int, int]]] = {}
+    for i, case in enumerate(pool_cases(op, lane, seed)):
+        rows[i] = []
+        if "extreme" in case:                  # scores that grow with the head size, say
+            continue
+        options = {n: v for n, v in case.items() if n not in small}
+        for name, n in product(small, TILES):
+            sizes = _draw_sizes(op, rng, small, name, n)
+            # beside one key, or one row, the others may show nothing
+            shown = [(name, sizes[name])] if n == 1 and name in sizes else list(sizes.items())
+            rows[i].append((
+                {**case, **sizes},
+                pairs.of((s, o, repr(v)) for s in shown for o, v in options.items()),
+                triples.of((s, *two) for s in shown
+                           for two in combinations(sorted(options), 2))))
+    return rows
+
+
+@lru_cache(maxsize=256)
+def sized_combinations(kernel: Kernel, device: str, lane: str,
+                       seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls with sizes beside arguments, each with others that take its place where its
+    sizes do not go together."""
+    small, rows = small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
+    limit = ROWS[lane] * 2 // (5 if kernel.op.family in COSTLY else 2)
+    chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
+                     for row in rows[i]], limit)
+    return tuple((case, *({**case, **small, name: case[name]}
+                          for name in small if case[name] != small[name])) for case in chosen)
+
+
+def _draw_sizes(op: Op, rng: random.Random, small: Case, first: str, size: int) -> dict[str, Any]:
+    """Returns this size and some of tiles, as many as a call of a usual size may have."""
+    drawn = {name: size if name == first else rng.choice(TILES[1:]) for name in small
+             if name == first or rng.random() < 0.4}
+    sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
+             for name, n in drawn.items()}
+    most = USUAL / 8 if op.family in COSTLY else USUAL
+    while sizes and relative_size(op, {**small, **sizes}) > most:
+        sizes.pop(rng.choice([name for name in sizes if name != first] or [first]))
+    return sizes
+
+
+@lru_cache(maxsize=256)
+def effective_cells(kernel: Kernel, device: str, lane: str, seed: int) -> tuple[
+        tuple[Case, str], ...]:
+    """Returns calls for two arguments that no chosen pair of values has in effect together."""
+    op, seen = kernel.op, set[tuple[str, str]]()
+
+    def in_effect(cell: tuple[Case, str]) -> set[tuple[str, str]]:
+        """Returns the pairs of a call that are new."""
+        new = set(combinations(sorted(_given(op, *cell, seed)), 2)) - seen
+        names = frozenset(name for name in set().union(*new)
+                          if _is_effective(op, *cell, seed, name)) if new else frozenset()
+        return {pair for pair in new if names.issuperset(pair)}
+
+    for cell in pair_cases(kernel, device, lane, seed).cells:
+        seen |= in_effect(cell)
+    by_pair: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    for _, case, dtype in accepted_pool(kernel, device, lane, seed):
+        for pair in combinations(sorted(_given(op, case, dtype, seed)), 2):
+            by_pair.setdefault(pair, []).append((case, dtype))
+    cells: list[tuple[Case, str]] = []
+    for pair in sorted(by_pair):
+        for cell in sorted(by_pair[pair], key=lambda cell: len(cell[0]))[:TRIES]:
+            if pair in seen or len(cells) >= EXTRA[lane]:
+                break
+            found = in_effect(cell)
+            cells += [cell] if pair in found else []
+            seen |= found
+    return tuple(cells)
+
+
+def _given(op: Op, case: Case, dtype: str, seed: int) -> frozenset[str]:
+    return given_arguments(op, case_outline(op, case, dtype, seed=seed))
+
+
+def _is_effective(op: Op, case: Case, dtype: str, seed: int, name: str) -> bool:
+    """Has the call another result without the argument?"""
+    key = ("effective", repr(case), dtype, seed, name)
+    return bool(compute_once(op, key, lambda: affects_result(
+        op, case_values_to_read(op, case, dtype, seed=seed), name)))
+
+
+# Without tensors.
+
+def _levels(op: Op) -> Mapping[str, list[Any]]:
+    """Returns the values that the op's cases give to each name, beside what leaves it out."""
+    levels: dict[str, list[Any]] = dict(argument_levels(op))
+    for case in (*op.cases, *op.stress):
+        for name, value in case.items():
+            known = levels.setdefault(name, [None])
+            known += [] if value in known else [value]
+    return levels
+
+
+def cells_without_tensors(kernel: Kernel, device: str, lane: str,
+                          seed: int) -> tuple[tuple[Case, str], ...]:
+    """Returns calls with every pair of values that the contract allows, as far as a random pool
+    has it."""
+    op = kernel.op
+    levels, rng = _levels(op), random.Random(f"cells {op.name} {seed}")
+    dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
+    for _ in range(4 * ROWS[lane]):
+        chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
+        try:
+            if case_refusals(kernel, chosen, dtype, device, seed):
+                continue
+        except FAULTS:                         # not every combination makes a call
+            continue
+        named = sorted((n, repr(chosen.get(n))) for n in levels)
+        rows.append((chosen, pairs.of(iter(combinations(named, 2))),
+                     triples.of(iter(combinations(named, 3)))))
+    return tuple((case, dtype) for case in _cover(rows, ROWS[lane] // 2))

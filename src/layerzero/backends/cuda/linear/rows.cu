@@ -44,7 +44,8 @@ FN int row_of(int tile, int down, int n) {
     return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
 }
 
-#define BOUNDS THREADS, BLOCKS
+// At most half of the registers: an attention in between (attention/token.cu) has the others.
+#define BOUNDS THREADS, (BLOCKS * THREADS < 512 ? 512 / THREADS : BLOCKS)
 KERNEL(rows, Params, BOUNDS)
 {
     launch_next();

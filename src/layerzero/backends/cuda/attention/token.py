@@ -27,7 +27,8 @@ class Config(NamedTuple):
     blocks: int = 2            # thread blocks per multiprocessor that registers must suffice for
 
 
-def supports(dtype: torch.dtype, dim: int, group: int, half: int, machine: compiler.Machine) -> bool:
+def supports(dtype: torch.dtype, dim: int, group: int, half: int,
+             machine: compiler.Machine) -> bool:
     """Can this kernel serve such a call? `half`: columns whose angles differ."""
     return (dtype in (torch.float16, torch.bfloat16) and dim in DIMS and group <= MAX_GROUP
             and 2 * half == dim and machine.sm >= MIN_SM)
@@ -43,8 +44,8 @@ def shared_bytes(group: int, dim: int, cfg: Config) -> int:
 
 @lru_cache(maxsize=4096)
 def config(kv_rows: int, room: int, machine: compiler.Machine) -> Config:
-    """Returns the launch configuration for `kv_rows`, batch x KV heads, and caches of `room` tokens:
-    a block per multiprocessor, and for each warp at least one step."""
+    """Returns the launch configuration for `kv_rows`, batch x KV heads, and caches of `room`
+    tokens: a block per multiprocessor, and for each warp at least one step."""
     return Config(next((s for s in SPLITS if s * kv_rows <= machine.processors
                         and s * WARPS * KEYS <= room), 1))
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layerzero.backends.cuda import compiler
 from layerzero.backends.cuda.attention import token
-from layerzero.backends.cuda.compiler import machine_of
 from layerzero.backends.cuda.linear import rows
 from layerzero.backends.cuda.norm import norm
 from layerzero.integrations.transformers.decoding.cuda import triton_step
@@ -42,22 +42,34 @@ class Variant(NamedTuple):
     down: rows.Config | None = None
 
 
-SPLIT = rows.Config(split=2)
+ONE, FOUR_WARPS = token.Config(2), token.Config(2, 4, 0, 4)
+# Blocks of two products beside each other, and those of attention
+HALF, HALF_DOWN = rows.Config(stages=5), rows.Config(4, 5)
+QUARTER, QUARTER_DOWN = rows.Config(stages=11, warps=4), rows.Config(4, 10, 4)
 VARIANTS = {
     "two launches": Variant("two"),
-    "one launch": Variant(token.Config(2)),
-    "1 step ahead in L2": Variant(token.Config(2, ahead=1)),
-    "3 steps ahead in L2": Variant(token.Config(2, ahead=3)),
-    "clusters of 4, 4 warps": Variant(token.Config(4, 4, 0, 4)),
-    "clusters of 4, 8 warps": Variant(token.Config(4)),
-    "all registers": Variant(token.Config(2, blocks=1)),
-    "qkv split": Variant(token.Config(2), qkv=SPLIT),
-    "out split": Variant(token.Config(2), out=SPLIT),
-    "gate and up split": Variant(token.Config(2), gate_up=SPLIT),
-    "down by 4 x 8 warps": Variant(token.Config(2), down=rows.Config(split=4)),
-    "all split": Variant(token.Config(2), SPLIT, SPLIT, SPLIT, rows.Config(split=4)),
-    "rings of 160 KB": Variant(token.Config(2), *[rows.Config(stages=9)] * 3),
+    "one launch": Variant(ONE),
+    "4 warps": Variant(FOUR_WARPS),
+    "clusters of 4": Variant(token.Config(4, 4, 0, 4)),
+    "rings of 8": Variant(ONE, *[rows.Config(stages=8)] * 3),
+    "rings of 9": Variant(ONE, *[rows.Config(stages=9)] * 3),
+    "rings of 10": Variant(ONE, *[rows.Config(stages=10)] * 3),
+    "out ring of 9": Variant(ONE, None, rows.Config(stages=9)),
+    "rings of 7": Variant(ONE, *[rows.Config(stages=7)] * 3),
+    "half": Variant(ONE, HALF, HALF, HALF, HALF_DOWN),
+    "half but down": Variant(ONE, HALF, HALF, HALF),
+    "half and 4 warps": Variant(FOUR_WARPS, HALF, HALF, HALF, HALF_DOWN),
+    "quarter": Variant(FOUR_WARPS, QUARTER, QUARTER, QUARTER, QUARTER_DOWN),
+    "quarter but down": Variant(FOUR_WARPS, QUARTER, QUARTER, QUARTER, HALF_DOWN),
+    "quarter at 12": Variant(FOUR_WARPS, *[rows.Config(stages=12, warps=4)] * 3, QUARTER_DOWN),
+    "16 rows": Variant(token.Config(1)),
+    "16 rows, 8 warps": Variant(token.Config(1), *[rows.Config(1)] * 3, rows.Config(4)),
+    "16 rows, down 8 x 8": Variant(token.Config(1), *[rows.Config(1)] * 3, rows.Config(8)),
+    "16 rows, split": Variant(token.Config(1), *[rows.Config(2)] * 3, rows.Config(8)),
+    "16 rows, down 4 x 8": Variant(token.Config(1), down=rows.Config(4)),
     "no attention": Variant(None),
+    "half, no attention": Variant(None, HALF, HALF, HALF, HALF_DOWN),
+    "quarter, no attention": Variant(None, QUARTER, QUARTER, QUARTER, QUARTER_DOWN),
 }
 
 
@@ -187,7 +199,7 @@ def time_attention(batch: int, context: int) -> dict[str, float]:
     layers.caches = [tuple(torch.randn(batch, room, KV_HEADS, DIM, device="cuda",
                                        dtype=torch.bfloat16) for _ in "kv") for _ in range(count)]
     heads = torch.randn(batch, 1, HEADS + 2 * KV_HEADS, DIM, device="cuda").bfloat16()
-    chosen = token.config(batch * KV_HEADS, room, machine_of(heads.device))
+    chosen = token.config(batch * KV_HEADS, room, compiler.machine_of(heads.device))
     ways: dict[str, Any] = {"two": "two", "one": chosen}
     trials = {name: capture(lambda how=how: [layers.attend(how, heads, n) for n in range(count)])  # type: ignore[misc]
               for name, how in ways.items()}
@@ -199,12 +211,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=575)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--alone", default="8x575,8x8192,32x2048,2x8192,1x512",
+    parser.add_argument("--variants", default=";".join(n for n in VARIANTS if "16" not in n),
+                        help="names, separated by semicolons")
+    parser.add_argument("--alone", default="8x575",
                         help="batches and contexts of attention alone")
+    parser.add_argument("--carveout", type=int, default=compiler.BESIDE_CARVEOUT,
+                        help="percent of the memory that is shared; -1: as the driver chooses")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    names = [name for name in args.variants.split(",") if name]
+    compiler.BESIDE_CARVEOUT = args.carveout
+    names = [name for name in args.variants.split(";") if name]
     with torch.no_grad():
         layers = Layers(args.batch, args.context, args.layers)
         configs = {v.attention for v in map(VARIANTS.get, names) if v is not None

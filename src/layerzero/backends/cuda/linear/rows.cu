@@ -44,8 +44,10 @@ FN int row_of(int tile, int down, int n) {
     return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
 }
 
-// At most half of the registers: an attention in between (attention/token.cu) has the others.
-#define BOUNDS THREADS, (BLOCKS * THREADS < 512 ? 512 / THREADS : BLOCKS)
+// Registers, by the threads that they would suffice for: blocks of two products and of an attention in
+// between (attention/token.cu) are beside each other, if x leaves as many.
+constexpr int FEW = COLUMNS * COUNT <= 8 ? 512 : COLUMNS * COUNT <= 16 && THREADS <= 128 ? 352 : THREADS;
+#define BOUNDS (FEW > THREADS * BLOCKS ? FEW : THREADS), (FEW > THREADS * BLOCKS ? 1 : BLOCKS)
 KERNEL(rows, Params, BOUNDS)
 {
     launch_next();

@@ -40,36 +40,34 @@ class Variant(NamedTuple):
     out: rows.Config | None = None
     gate_up: rows.Config | None = None
     down: rows.Config | None = None
+    ahead: bool = False                        # products bring the next one's weight into L2
 
 
-ONE, FOUR_WARPS = token.Config(2), token.Config(2, 4, 0, 4)
-# Blocks of two products beside each other, and those of attention
-HALF, HALF_DOWN = rows.Config(stages=5), rows.Config(4, 5)
-QUARTER, QUARTER_DOWN = rows.Config(stages=11, warps=4), rows.Config(4, 10, 4)
+ONE = token.Config(2)
+
+
+def rings(stages: int, attention: token.Config | str | None = ONE, ahead: bool = False) -> Variant:
+    """The rings of all products but down have so many stages."""
+    ring = rows.Config(stages=stages)
+    return Variant(attention, ring, ring, ring, ahead=ahead)
+
+
 VARIANTS = {
+    "two launches, rings of 11": rings(11, "two"),
     "two launches": Variant("two"),
     "one launch": Variant(ONE),
-    "4 warps": Variant(FOUR_WARPS),
-    "clusters of 4": Variant(token.Config(4, 4, 0, 4)),
-    "rings of 8": Variant(ONE, *[rows.Config(stages=8)] * 3),
-    "rings of 9": Variant(ONE, *[rows.Config(stages=9)] * 3),
-    "rings of 10": Variant(ONE, *[rows.Config(stages=10)] * 3),
-    "out ring of 9": Variant(ONE, None, rows.Config(stages=9)),
-    "rings of 7": Variant(ONE, *[rows.Config(stages=7)] * 3),
-    "half": Variant(ONE, HALF, HALF, HALF, HALF_DOWN),
-    "half but down": Variant(ONE, HALF, HALF, HALF),
-    "half and 4 warps": Variant(FOUR_WARPS, HALF, HALF, HALF, HALF_DOWN),
-    "quarter": Variant(FOUR_WARPS, QUARTER, QUARTER, QUARTER, QUARTER_DOWN),
-    "quarter but down": Variant(FOUR_WARPS, QUARTER, QUARTER, QUARTER, HALF_DOWN),
-    "quarter at 12": Variant(FOUR_WARPS, *[rows.Config(stages=12, warps=4)] * 3, QUARTER_DOWN),
-    "16 rows": Variant(token.Config(1)),
-    "16 rows, 8 warps": Variant(token.Config(1), *[rows.Config(1)] * 3, rows.Config(4)),
-    "16 rows, down 8 x 8": Variant(token.Config(1), *[rows.Config(1)] * 3, rows.Config(8)),
-    "16 rows, split": Variant(token.Config(1), *[rows.Config(2)] * 3, rows.Config(8)),
-    "16 rows, down 4 x 8": Variant(token.Config(1), down=rows.Config(4)),
+    "rings of 7": rings(7),
+    "rings of 8": rings(8),
+    "rings of 10": rings(10),
+    "rings of 11": rings(11),
+    "11 of out": Variant(ONE, None, rows.Config(stages=11)),
+    "11 of gate and up": Variant(ONE, None, None, rows.Config(stages=11)),
+    "ahead": Variant(ONE, ahead=True),
+    "ahead, rings of 8": rings(8, ONE, True),
+    "ahead, rings of 11": rings(11, ONE, True),
     "no attention": Variant(None),
-    "half, no attention": Variant(None, HALF, HALF, HALF, HALF_DOWN),
-    "quarter, no attention": Variant(None, QUARTER, QUARTER, QUARTER, QUARTER_DOWN),
+    "no attention, ahead": Variant(None, ahead=True),
+    "no attention, rings of 11": rings(11, None),
 }
 
 
@@ -108,14 +106,19 @@ class Layers:
         return out.flatten(1).unsqueeze(1)
 
     def run(self, variant: Variant) -> tuple[Tensor, Tensor]:
+        def next_one(weight: Tensor, gated: bool = False) -> dict[str, Any]:
+            return {"following": (weight, gated)} if variant.ahead else {}
+
         x, normed = self.x, norm.rms_norm(self.x, self.gain, EPS)
         for layer, (qkv, out, gate_up, down) in enumerate(self.weights):
-            heads = rows.launch(normed, qkv, None, variant.qkv).view(self.batch, 1, -1, DIM)
-            attended = self.attend(variant.attention, heads, layer)
-            branch = rows.launch(attended, out, None, variant.out)
+            after = self.weights[(layer + 1) % len(self.weights)][0]
+            heads = rows.launch(normed, qkv, None, variant.qkv, **next_one(out))
+            attended = self.attend(variant.attention, heads.view(self.batch, 1, -1, DIM), layer)
+            branch = rows.launch(attended, out, None, variant.out, **next_one(gate_up, True))
             normed, x = norm.add_rms_norm(branch, x, self.gain, EPS)
-            inner = rows.launch(normed, gate_up, None, variant.gate_up, gated=True)
-            branch = rows.launch(inner, down, None, variant.down)
+            inner = rows.launch(normed, gate_up, None, variant.gate_up, gated=True,
+                                **next_one(down))
+            branch = rows.launch(inner, down, None, variant.down, **next_one(after))
             normed, x = norm.add_rms_norm(branch, x, self.gain, EPS)
         return normed, x
 
@@ -211,15 +214,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=575)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--variants", default=";".join(n for n in VARIANTS if "16" not in n),
-                        help="names, separated by semicolons")
+    parser.add_argument("--variants", default=";".join(VARIANTS), help="names, separated by semicolons")
     parser.add_argument("--alone", default="8x575",
                         help="batches and contexts of attention alone")
-    parser.add_argument("--carveout", type=int, default=compiler.BESIDE_CARVEOUT,
-                        help="percent of the memory that is shared; -1: as the driver chooses")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    compiler.BESIDE_CARVEOUT = args.carveout
     names = [name for name in args.variants.split(";") if name]
     with torch.no_grad():
         layers = Layers(args.batch, args.context, args.layers)

@@ -43,15 +43,12 @@ Macros = tuple[tuple[str, int], ...]
 
 # Constants of the driver API (cuda.h).
 INVALID_VALUE = 1
-MAX_DYNAMIC_SHARED, SHARED_CARVEOUT, ANY_CLUSTER_SIZE = 8, 9, 14       # function attributes
+MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # function attributes
 CLUSTER_DIMENSION = 4                          # launch attribute
 DEVICE_ORDINAL = 9                             # pointer attribute
 SHARED_OPT_IN = 97                             # device attribute
 RELAXED = 2                                    # capture mode
 PORTABLE_CLUSTER = 8
-# Percent of a multiprocessor's memory that is shared, for kernels that begin beside others: where
-# they want other shares, one would have to wait until the others have left.
-BESIDE_CARVEOUT = 100
 
 
 # NVRTC
@@ -453,7 +450,6 @@ class CompiledCuda:
         if code:
             raise failure(code, f"loading {self.source}:{self.name} on cuda:{device}")
         if "wait_for_previous()" in (FOLDER / self.source).read_text():
-            driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, BESIDE_CARVEOUT)    # a hint
             replay.waiting.add(function.value or 0)
         return function
 

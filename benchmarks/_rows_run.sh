@@ -14,4 +14,4 @@ sys.argv = [sys.argv[1] + "/accelerated.py", "--record", "--rows", "8b-b8", "--n
 runpy.run_path(sys.argv[0], run_name="__main__")
 P
 timeout 110 python /tmp/rows_record.py $B 2>&1 | tail -22
-timeout 60 python -m pytest -q -x $PWD/tests/device/test_graph_edges.py 2>&1 | tail -3
+timeout 90 python -m pytest -q -x $PWD/tests/device/test_captured_step_gpu.py $PWD/tests/device/test_graph_edges.py 2>&1 | tail -25

@@ -49,10 +49,8 @@ FN int row_of(int tile, int down, int n) {
     return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
 }
 
-// Registers, by the threads that they would suffice for: blocks of two products and of an attention in
-// between (attention/token.cu) are beside each other, if x leaves as many.
-constexpr int FEW = COLUMNS * COUNT <= 8 ? 512 : COLUMNS * COUNT <= 16 && THREADS <= 128 ? 352 : THREADS;
-#define BOUNDS (FEW > THREADS * BLOCKS ? FEW : THREADS), (FEW > THREADS * BLOCKS ? 1 : BLOCKS)
+// Half of the registers, if x leaves as many, are for an attention beside it (attention/token.cu).
+#define BOUNDS THREADS, (COLUMNS * COUNT <= 8 && BLOCKS * THREADS < 512 ? 512 / THREADS : BLOCKS)
 KERNEL(rows, Params, BOUNDS)
 {
     launch_next();

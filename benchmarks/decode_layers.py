@@ -40,33 +40,29 @@ class Variant(NamedTuple):
     out: rows.Config | None = None
     gate_up: rows.Config | None = None
     down: rows.Config | None = None
-    ahead: bool = False                        # products bring the next one's weight into L2
 
 
 ONE = token.Config(2)
 
 
-def rings(stages: int, attention: token.Config | str | None = ONE, ahead: bool = False) -> Variant:
+def rings(stages: int, attention: token.Config | str | None = ONE) -> Variant:
     """The rings of all products but down have so many stages."""
     ring = rows.Config(stages=stages)
-    return Variant(attention, ring, ring, ring, ahead=ahead)
+    return Variant(attention, ring, ring, ring)
 
 
 VARIANTS = {
     "two launches, rings of 11": rings(11, "two"),
     "two launches": Variant("two"),
     "one launch": Variant(ONE),
+    "clusters of 4": Variant(token.Config(4, 4, 4)),
     "rings of 7": rings(7),
     "rings of 8": rings(8),
     "rings of 10": rings(10),
     "rings of 11": rings(11),
-    "11 of out": Variant(ONE, None, rows.Config(stages=11)),
-    "11 of gate and up": Variant(ONE, None, None, rows.Config(stages=11)),
-    "ahead": Variant(ONE, ahead=True),
-    "ahead, rings of 8": rings(8, ONE, True),
-    "ahead, rings of 11": rings(11, ONE, True),
+    "gate and up split": Variant(ONE, gate_up=rows.Config(split=2)),
+    "down by 4 x 8 warps": Variant(ONE, down=rows.Config(split=4)),
     "no attention": Variant(None),
-    "no attention, ahead": Variant(None, ahead=True),
     "no attention, rings of 11": rings(11, None),
 }
 
@@ -106,19 +102,14 @@ class Layers:
         return out.flatten(1).unsqueeze(1)
 
     def run(self, variant: Variant) -> tuple[Tensor, Tensor]:
-        def next_one(weight: Tensor, gated: bool = False) -> dict[str, Any]:
-            return {"following": (weight, gated)} if variant.ahead else {}
-
         x, normed = self.x, norm.rms_norm(self.x, self.gain, EPS)
         for layer, (qkv, out, gate_up, down) in enumerate(self.weights):
-            after = self.weights[(layer + 1) % len(self.weights)][0]
-            heads = rows.launch(normed, qkv, None, variant.qkv, **next_one(out))
+            heads = rows.launch(normed, qkv, None, variant.qkv)
             attended = self.attend(variant.attention, heads.view(self.batch, 1, -1, DIM), layer)
-            branch = rows.launch(attended, out, None, variant.out, **next_one(gate_up, True))
+            branch = rows.launch(attended, out, None, variant.out)
             normed, x = norm.add_rms_norm(branch, x, self.gain, EPS)
-            inner = rows.launch(normed, gate_up, None, variant.gate_up, gated=True,
-                                **next_one(down))
-            branch = rows.launch(inner, down, None, variant.down, **next_one(after))
+            inner = rows.launch(normed, gate_up, None, variant.gate_up, gated=True)
+            branch = rows.launch(inner, down, None, variant.down)
             normed, x = norm.add_rms_norm(branch, x, self.gain, EPS)
         return normed, x
 

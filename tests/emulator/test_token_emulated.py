@@ -62,7 +62,7 @@ def drawn(dim: int, heads: int, kv_heads: int, dtype: torch.dtype,
 
 # dim, query heads, KV heads, dtype, float32 angles, window, configuration, positions
 CASES: tuple[tuple[Any, ...], ...] = (
-    (128, 8, 2, torch.bfloat16, False, None, token.Config(2, 2, 1), (0, 15, 16, 150)),
+    (128, 8, 2, torch.bfloat16, False, None, token.Config(2, 2), (0, 15, 16, 150)),
     (64, 3, 1, torch.float16, True, 40, token.Config(1, 4), (20, 101)),
     (128, 8, 1, torch.bfloat16, True, 17, token.Config(4, 2), (64, 191)),
 )

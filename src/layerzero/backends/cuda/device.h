@@ -115,15 +115,6 @@ FN Four load4_if(const void* from, bool wanted) {
     return v;
 }
 
-FN void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
-
-// Both are multiples of 16.
-FN void prefetch_l2(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 FN void store4(void* to, Four v) { *reinterpret_cast<Four*>(to) = v; }
 
 FN u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }

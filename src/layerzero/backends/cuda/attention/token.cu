@@ -12,8 +12,8 @@
 // ended. Those may write neither the position nor the tokens in front of it: a graph has one step.
 //
 // Macros: BF16, WIDE_ANGLES (float32), DIM (64 or 128), GROUP (query heads per KV head, at most 8),
-// SPLITS (blocks of a cluster), WARPS, AHEAD (steps of a warp that it brings into the L2 cache before it
-// waits), WINDOW (a query sees `left` keys before its own), BLOCKS (minimum per multiprocessor).
+// SPLITS (blocks of a cluster), WARPS, WINDOW (a query sees `left` keys before its own), BLOCKS (minimum
+// per multiprocessor).
 #include "device.h"
 #include "combine.h"
 
@@ -76,15 +76,6 @@ KERNEL(token, Params, BOUNDS)
     };
     fetch_keys(start);
     fetch_values(start);
-    constexpr int LINES = DIM / 64;                // of 128 bytes in a row
-    ROLLED for (int n = 1; n <= AHEAD; ++n)
-        UNROLL for (int row = 0; row < KEYS; row += 32 / LINES) {
-            const int key = start + n * STRIDE + row + lane() / LINES;
-            if (row + lane() / LINES >= KEYS || key >= position) continue;
-            const i64 at = entry + i64(key) * p.room_token + lane() % LINES * 64;
-            prefetch_l2(p.keys + at);
-            prefetch_l2(p.values + at);
-        }
 
     u8* const queries = shared() + WARPS * Combiner::PART;
     u8* const fresh_key = queries + GROUP * PITCH;

@@ -23,7 +23,6 @@ _PARAMS = struct.Struct("@7Pq7i2f")
 class Config(NamedTuple):
     splits: int
     warps: int = WARPS
-    ahead: int = 0             # steps of a warp that it brings into the L2 cache before it waits
     blocks: int = 2            # thread blocks per multiprocessor that registers must suffice for
 
 
@@ -55,7 +54,7 @@ def _compiled(bf16: bool, wide_angles: bool, dim: int, group: int, window: bool,
               cfg: Config) -> Any:
     macros = (("BF16", int(bf16)), ("WIDE_ANGLES", int(wide_angles)), ("DIM", dim),
               ("GROUP", group), ("SPLITS", cfg.splits), ("WARPS", cfg.warps),
-              ("AHEAD", cfg.ahead), ("WINDOW", int(window)), ("BLOCKS", cfg.blocks))
+              ("WINDOW", int(window)), ("BLOCKS", cfg.blocks))
     return compiler.kernel("attention/token.cu", "token", macros, cfg.warps * 32,
                            shared_bytes(group, dim, cfg), cfg.splits)
 

@@ -14,8 +14,7 @@
 //
 // Macros: BF16, WIDE (the result is float32), COLUMNS (tiles of eight rows of x: 1 or 2), COUNT (most
 // units of a warp), GATED (the result is silu(gate) * up, and the weight has n rows of each), WARPS,
-// SPLIT, STAGES, SLOTS, BLOCKS (minimum thread blocks per multiprocessor), AHEAD (the next product's
-// weight is known).
+// SPLIT, STAGES, SLOTS, BLOCKS (minimum thread blocks per multiprocessor).
 #include "device.h"
 
 struct Params {
@@ -25,10 +24,6 @@ struct Params {
     void* out;
     i64 x_row, weight_row;                     // strides
     i32 rows, n, k;
-    // What the next product reads first: rows of a weight, and as many again, in bytes
-    i32 ahead_rows, ahead_bytes, ahead_parts;
-    const u8* ahead;
-    i64 ahead_row, ahead_part;
 };
 
 constexpr int THREADS = WARPS * 32, HEIGHT = 16, UNIT = 64, UNIT_BYTES = HEIGHT * UNIT * 2;
@@ -69,20 +64,8 @@ KERNEL(rows, Params, BOUNDS)
     constexpr int COPIED = 4;                  // rows of a tile that this lane copies
     const u16* from[COPIED];
     int next_tile = cluster, next_column = column, next_unit = 0, fill_at = 0;
-    // Nothing is left to fetch: the weight of the next product is on its way to the L2 cache while this
-    // one ends and that begins.
-    auto fetch_ahead = [&] {
-        const int each = (p.ahead_rows + grid_x() - 1) / grid_x();
-        ROLLED for (int e = warp() * 32 + lane(); e < each * p.ahead_parts; e += THREADS) {
-            const int row = block_x() * each + e % each;
-            if (row < p.ahead_rows) prefetch_l2(p.ahead + row * p.ahead_row + e / each * p.ahead_part, p.ahead_bytes);
-        }
-        next_unit = 1;
-    };
     auto fetch = [&] {
-        if (next_tile >= tiles) {
-            if (AHEAD && next_unit == 0) fetch_ahead();
-        } else {
+        if (next_tile < tiles) {
             if (next_unit == 0) UNROLL for (int r = 0; r < COPIED; ++r)
                 from[r] = p.weight + row_of(next_tile, r * (HEIGHT / COPIED) + row_of_lane, p.n) * p.weight_row;
             const int at = next_column + column_of_lane;

@@ -22,7 +22,7 @@ WARPS, MIN_STAGES = 8, 3
 # between the two run beside either. With those of an attention (attention/token.cu) it is less than
 # 196 KB: the driver then leaves 60 KB to the L1 cache, through which x comes, in place of 28.
 SHARED = 172 << 10
-_PARAMS = struct.Struct("@4P2q6iP2q")
+_PARAMS = struct.Struct("@4P2q3i")
 
 
 class Config(NamedTuple):
@@ -91,37 +91,18 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
 
 
-class Ahead(NamedTuple):
-    """What a product reads first: `rows` rows of its weight, `parts` times, of `bytes` each."""
-
-    rows: int
-    bytes: int
-    parts: int
-
-
-@lru_cache(maxsize=4096)
-def first_read(shape: Shape, machine: Machine) -> Ahead:
-    """Returns what the rings of a product hold when it begins."""
-    cfg = with_stages(shape, config(shape, machine), machine)
-    count = clusters(shape, max(1, machine.processors // cfg.split))
-    columns = min(shape.k, cfg.stages * cfg.warps * cfg.split * UNIT)
-    return Ahead(min(count * HEIGHT // (2 if shape.gated else 1), shape.n), columns * 2 // 16 * 16,
-                 2 if shape.gated else 1)
-
-
-def _macros(shape: Shape, dtype: torch.dtype, wide: bool, cfg: Config,
-            ahead: bool = False) -> compiler.Macros:
+def _macros(shape: Shape, dtype: torch.dtype, wide: bool, cfg: Config) -> compiler.Macros:
     return (("BF16", int(dtype == torch.bfloat16)), ("WIDE", int(wide)),
             ("COLUMNS", shape.columns), ("COUNT", shape.units(cfg)), ("GATED", int(shape.gated)),
             ("WARPS", cfg.warps), ("SPLIT", cfg.split), ("STAGES", cfg.stages),
-            ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks), ("AHEAD", int(ahead)))
+            ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
 
 
 @lru_cache(maxsize=4096)
 def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
-             chosen: Config | None, ahead: bool) -> Launch:
+             chosen: Config | None) -> Launch:
     cfg = with_stages(shape, chosen or config(shape, machine), machine)
-    macros = _macros(shape, dtype, wide, cfg, ahead)
+    macros = _macros(shape, dtype, wide, cfg)
     run = compiler.kernel("linear/rows.cu", "rows", macros, cfg.warps * 32, shape.shared(cfg),
                           cfg.split)
     resident = cfg.blocks * machine.processors // cfg.split
@@ -131,12 +112,10 @@ def _prepare(shape: Shape, dtype: torch.dtype, wide: bool, machine: Machine,
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None = None,
-           dtype: torch.dtype | None = None, gated: bool = False,
-           following: tuple[Tensor, bool] | None = None) -> Tensor:
+           dtype: torch.dtype | None = None, gated: bool = False) -> Tensor:
     """`chosen` overrides the configuration, for benchmarks. `dtype`: of the result, that of x by
     default, or float32. `gated`: the weight is that of gate and then that of up, and the result
-    silu(gate) * up. `following`: weight of the product that comes next in a graph, and whether it
-    is gated; what it reads first comes into the L2 cache as this one ends."""
+    silu(gate) * up."""
     (n, k), dtype = weight.shape, dtype or x.dtype
     n = n // 2 if gated else n
     flat = x.reshape(-1, k)
@@ -144,18 +123,10 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config | None
     if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) % 8) or flat.data_ptr() % 16:
         flat = flat.clone(memory_format=torch.contiguous_format)
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
-    machine, columns = compiler.machine_of(x.device), -(-rows // 8)
-    prepared = _prepare(Shape(columns, n, k, gated), x.dtype, dtype == torch.float32, machine,
-                        chosen, following is not None)
-    ahead: tuple[Any, ...] = (0, 0, 0, None, 0, 0)
-    if following is not None:
-        other, both = following
-        part = other.shape[0] // (2 if both else 1)
-        row = other.stride(0) * other.element_size()
-        ahead = (*first_read(Shape(columns, part, other.shape[1], both), machine), other, row,
-                 part * row)
+    prepared = _prepare(Shape(-(-rows // 8), n, k, gated), x.dtype, dtype == torch.float32,
+                        compiler.machine_of(x.device), chosen)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, bias, out, flat.stride(0),
-                        weight.stride(0), rows, n, k, *ahead)
+                        weight.stride(0), rows, n, k)
     return out
 
 

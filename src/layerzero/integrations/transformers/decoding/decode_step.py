@@ -185,20 +185,14 @@ class DecodeStep(ChosenKernels):
                 "attention"] = "native.attention_decode, with rope and cache in one call"
         return token
 
-    def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None,
-                following: tuple[Weight, bool] | None = None) -> Run:
-        """Bind the product with weights[0]; the others are of later layers, timed beside it.
-        `following`: weight of the next product, and whether that is a gate and its values."""
+    def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None) -> Run:
+        """Bind the product with weights[0]; the others are of later layers, timed beside it."""
         first, biases = weights[0], () if bias is None else (bias.detach(),)
         if isinstance(first, WeightCodes):
             return self._quantized_linear(what, x, weights, first, bias)
         alike = [w.detach() for w in weights if isinstance(w, Tensor) and w.shape == first.shape]
-        run = with_weights(self.bind.fastest(what, "linear", *((x, w, *biases) for w in alike)),
-                           alike[0], *biases)
-        if self.fast is None or following is None or not isinstance(following[0], Tensor):
-            return run
-        return self.fast.streaming(run, self.bind.kernels[what], alike[0], *(biases or (None,)),  # type: ignore[no-any-return]
-                                   (following[0].detach(), following[1]))
+        return with_weights(self.bind.fastest(what, "linear", *((x, w, *biases) for w in alike)),
+                            alike[0], *biases)
 
     def _quantized_linear(self, what: str, x: Tensor, weights: Sequence[Weight],
                           first: WeightCodes, bias: Tensor | None) -> Run:
@@ -261,8 +255,7 @@ class DecodeStep(ChosenKernels):
                 # made of several operations: fewer of them do, see _Rotation
                 rope = None
         return BoundLayer(
-            qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias,
-                             (layer.out.weight, False)),
+            qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
             by_head=p.by_head, head_norms=self._head_norms(layer, heads), norm_last=p.norm_last,
             rope=rope,
             out=self._out(layer, rest),
@@ -270,21 +263,13 @@ class DecodeStep(ChosenKernels):
             else None,
             middle=None if p.parallel else self._middle(p),
             cross=None if p.cross is None else self._cross(p, [o.parts.cross for o in rest]),
-            mlp=feed_forward.bound([other.mlp for other in rest], x, bind, self._linear, self.fast,
-                                   self._after_mlp(rest)),
+            mlp=feed_forward.bound([other.mlp for other in rest], x, bind, self._linear, self.fast),
             end=self._add_norm(p.mlp_norm, None, 1.0, True) if p.normed_sums
             else self._add_norm(following, p.mlp_post, p.branch_scale),
             heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
             softcap=p.softcap,
             window=p.window, angles=p.angles, sinks=p.sinks,
             latent=None if p.latent is None else self._latent(p, p.latent, x))
-
-    def _after_mlp(self, rest: Sequence[JoinedLayer]) -> tuple[Weight, bool] | None:
-        """Returns the weight of the product after the feed-forward part of rest[0]."""
-        if len(rest) > 1:
-            return rest[1].qkv.weight, False
-        head = self.parts.head
-        return None if head is None else (codes_of(head.module) or head.module.weight, False)
 
     def _latent(self, p: LayerParts, latent: LatentParts, x: Tensor) -> Any:
         up = Joined((latent.up,)).weight
@@ -295,8 +280,7 @@ class DecodeStep(ChosenKernels):
     def _out(self, layer: JoinedLayer, rest: Sequence[JoinedLayer]) -> Run:
         p = layer.parts
         x = self._like.new_zeros((self.batch, 1, p.heads * p.head_dim))
-        out = self._linear("out", x, [other.out.weight for other in rest], layer.out.bias,
-                           feed_forward.first_weight(layer.mlp))
+        out = self._linear("out", x, [other.out.weight for other in rest], layer.out.bias)
         if p.out_norm is None:
             return out
         norm = self._norm("norm of heads", p.out_norm, x)

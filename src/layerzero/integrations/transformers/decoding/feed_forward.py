@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,7 @@ from ..quantized import codes_of
 from .joined import Joined, Weight
 from .planning import Binder, Run, with_weights
 
-Following = tuple[Weight, bool]                # weight of the next product; is it gated?
-
-
-class Product(Protocol):
-    """DecodeStep._linear."""
-
-    def __call__(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None,
-                 following: Following | None = None) -> Run: ...
-
-
+Product = Callable[[str, Tensor, Sequence[Weight], Tensor | None], Run]
 OURS = "native."           # kernels whose products cost no more to call alone than as one mlp
 
 
@@ -48,15 +39,8 @@ def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
     return parts.shared if isinstance(parts, Experts) else parts
 
 
-def first_weight(layer: JoinedFeedForward) -> Following | None:
-    """Returns the weight of the first product, if it is read whole."""
-    if not isinstance(layer.parts, FeedForward) or layer.gate_up is None:
-        return None
-    return layer.gate_up.weight, layer.parts.activation == "swiglu" and not layer.parts.gate_last
-
-
 def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product,
-          fast: Any, following: Following | None = None) -> Run:
+          fast: Any) -> Run:
     """Bind the feed-forward part of layers[0], for one token in each row of the batch; the layers
     after it are timed beside it. `fast` are the kernels of cuda/triton_step.py, or None."""
     parts = layers[0].parts
@@ -66,11 +50,11 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
     if isinstance(parts, Experts):
         return _experts(layers[0], parts, x, bind, product, fast)
     alike = [layer for layer in layers if isinstance(layer.parts, FeedForward)]
-    return _plain(alike, parts, x, bind, product, fast, following)
+    return _plain(alike, parts, x, bind, product, fast)
 
 
 def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder,
-           product: Product, fast: Any, following: Following | None = None) -> Run:
+           product: Product, fast: Any) -> Run:
     gate_up, down, kind = layers[0].gate_up, layers[0].down, parts.activation
     assert gate_up is not None and down is not None
     named_biases = (("bias_in", gate_up.bias), ("bias_down", down.bias))
@@ -83,15 +67,12 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
         bind.kernels.pop("mlp")
     gate = kind in GATED
     first = product("gate and up" if gate else "up", x,
-                    [layer.gate_up.weight for layer in layers if layer.gate_up], gate_up.bias,
-                    (down.weight, False))
+                    [layer.gate_up.weight for layer in layers if layer.gate_up], gate_up.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
-    second = product("down", between, [j.down.weight for j in layers if j.down], down.bias,
-                     following)
+    second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
     if fast is not None and gate and not parts.gate_last:
-        after = (down.weight, False) if isinstance(down.weight, Tensor) else None
         gated: Run | None = fast.gated(bind.kernels["gate and up"], gate_up.weight,
-                                       gate_up.bias, kind, after)
+                                        gate_up.bias, kind)
         if gated is not None:
             bind.kernels["gate and up"] += ", with the activation"
             return lambda x: second(gated(x))

@@ -27,7 +27,7 @@ from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "attend_token", "attention_kernel", "gate", "gated", "in_float32", "streaming"]
+__all__ = ["attend", "attend_token", "attention_kernel", "gate", "gated", "in_float32"]
 Run = Callable[..., Any]
 ONE_LAUNCH = "cuda.attention_token, with rope and cache in one launch"
 TWO_LAUNCHES = "triton.attention_decode, after rope and cache in one launch"
@@ -141,36 +141,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
     return out
 
 
-Following = tuple[Tensor, bool]                # weight of the next product; is it gated?
-
-
-def _readable_ahead(following: Following | None) -> Following | None:
-    """Returns a weight of which whole rows can be brought into the L2 cache, or None."""
-    if following is None:
-        return None
-    weight = following[0]
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
-    return following if aligned and weight.stride(1) == 1 and weight.element_size() == 2 else None
-
-
-def streaming(run: Run, kernel: str, weight: Tensor, bias: Tensor | None,
-              following: Following) -> Run:
-    """Returns the product `run` which, if it is our kernel for few rows, brings what the next one
-    reads first into the L2 cache as it ends."""
-    following_read = _readable_ahead(following)
-    if kernel != "cuda.linear_rows" or following_read is None:
-        return run
-    return lambda x: rows.launch(x, weight, bias, following=following_read)
-
-
-def gated(kernel: str, weight: Tensor, bias: Tensor | None, kind: str,
-          following: Following | None = None) -> Run | None:
+def gated(kernel: str, weight: Tensor, bias: Tensor | None, kind: str) -> Run | None:
     """Returns the product of gate and up, which lie in one weight, with the activation at its end;
-    None if `kernel`, which was fastest without one, has none. `following`: as in `streaming`."""
+    None if `kernel`, which was fastest without one, has none."""
     if kernel != "cuda.linear_rows" or kind != "swiglu":
         return None
-    read = _readable_ahead(following)
-    return lambda x: rows.launch(x, weight, bias, gated=True, following=read)
+    return lambda x: rows.launch(x, weight, bias, gated=True)
 
 
 def in_float32(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:

@@ -74,12 +74,9 @@ def test_as_exact_as_torch(dim: int, heads: int, kv_heads: int, dtype: torch.dty
                            positions: tuple[int, ...]) -> None:
     qk, value, angles, keys, values = drawn(dim, heads, kv_heads, dtype, wide)
     for position in positions:
-        # nothing behind the new token may be read
-        keys[:, position:], values[:, position:] = torch.nan, torch.nan
-    for position in reversed(positions):
         caches = keys.clone(), values.clone()
         for cache in caches:
-            cache[:, :position] = torch.randn(2, position, kv_heads, dim).to(dtype)
+            cache[:, position:] = torch.nan        # nothing behind the new token may be read
         before = [cache.clone() for cache in caches]
         got = token.attend(qk, value, angles, torch.tensor([position]), *caches, 0.11, window,
                            config)
@@ -91,9 +88,8 @@ def test_as_exact_as_torch(dim: int, heads: int, kv_heads: int, dtype: torch.dty
         torch.testing.assert_close(caches[0][:, position].double(), key, atol=2e-2, rtol=1e-2)
         assert torch.equal(caches[1][:, position], value[:, 0])
         for cache, old in zip(caches, before):     # and no other place is written
-            others = [n for n in range(ROOM) if n != position]
-            assert torch.equal(cache[:, others], old[:, others]) or torch.equal(
-                cache[:, others].nan_to_num(7.0), old[:, others].nan_to_num(7.0))
+            old[:, position] = cache[:, position]
+            assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])

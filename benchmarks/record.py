@@ -216,7 +216,7 @@ def _step_alone(report: Any, model: Any, ids: Tensor, steps: int) -> Callable[[]
     with torch.no_grad():
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         model(ids[:, -1:], past_key_values=cache)
-    fixed = captured.hold(report._step.step(len(ids)), cache, ids.shape[1] + 1, new_tokens=steps + 1)
+    fixed = captured.hold(report._step.step(len(ids)), cache, ids.shape[1] + 1, wanted=steps + 1)
     replay = fixed._graphs["step"][0]
 
     def way() -> float:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from layerzero.backends.cuda import graph_edges
+from layerzero.backends.cuda.attention import token
+from layerzero.backends.cuda.linear import rows as products
 from layerzero.backends.cuda.norm import norm
 from layerzero.operate import graphs
 from layerzero.spec import replay
@@ -58,3 +60,53 @@ def test_a_chain_of_kernels_that_depend_on_each_other(rows: int,
         trial.graph.replay()
         got = trial.result.clone()
         assert torch.equal(got, run())
+
+
+@pytest.mark.parametrize("batch, position", [(8, 0), (8, 517), (2, 1500), (17, 300)])
+def test_attention_between_products_that_stream_ahead(batch: int, position: int) -> None:
+    """Keys are read, and rings filled, before the product in front has ended. The position and the
+    cache change between replays, as tokens come."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim, room = 8, 2, 128, position + 64
+    hidden = heads * dim
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+    layers = [(drawn((heads + 2 * kv_heads) * dim, hidden) * hidden ** -0.5,
+               drawn(hidden, hidden) * hidden ** -0.5,
+               drawn(batch, room, kv_heads, dim), drawn(batch, room, kv_heads, dim))
+              for _ in range(LAYERS)]
+    before = [tuple(cache.clone() for cache in layer[2:]) for layer in layers]
+    angles, at = drawn(room, 2 * dim), torch.tensor([position], device="cuda")
+    x = drawn(batch, 1, hidden)
+    product = products.launch if batch <= 16 else torch.nn.functional.linear
+
+    def run() -> torch.Tensor:
+        y = x
+        for qkv, out, keys, values in layers:
+            joined = product(y, qkv, None).view(batch, 1, -1, dim)
+            attended = token.attend(joined[:, :, :-kv_heads], joined[:, :, -kv_heads:], angles, at,
+                                    keys, values, dim ** -0.5)
+            y = product(attended.flatten(1).unsqueeze(1), out, None)
+        return y
+
+    trial = graphs.attempt(run, overlap=True)
+    assert not trial.problems
+
+    def steps(step: object) -> list[torch.Tensor]:
+        for layer, old in zip(layers, before):
+            for cache, copy in zip(layer[2:], old):
+                cache.copy_(copy)
+        at.fill_(position)
+        found = []
+        for _ in range(40):
+            found.append(step().clone())           # type: ignore[operator]
+            at.add_(1)
+        return found
+
+    def replayed() -> torch.Tensor:
+        trial.graph.replay()
+        return trial.result                        # type: ignore[no-any-return]
+
+    assert all(torch.equal(a, b) for a, b in zip(steps(replayed), steps(run)))

@@ -300,6 +300,7 @@ template <typename T> FN T warp_max(T v) {
 
 FN Four load4(const void* from) { emulator::check_aligned(from); Four v; memcpy(&v, from, 16); return v; }
 FN Four load4_once(const void* from) { return load4(from); }
+FN Four load4_if(const void* from, bool wanted) { return wanted ? load4(from) : Four{0, 0, 0, 0}; }
 FN void store4(void* to, Four v) { emulator::check_aligned(to); memcpy(to, &v, 16); }
 
 FN void copy_async(void* place, const void* from, bool wanted) {

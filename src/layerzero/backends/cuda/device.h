@@ -106,6 +106,15 @@ FN Four load4_once(const void* from) {
     return v;
 }
 
+// Zeros where it is not wanted
+FN Four load4_if(const void* from, bool wanted) {
+    Four v;
+    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; "
+                 "mov.u32 %3, 0; @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(u32(wanted)));
+    return v;
+}
+
 FN void store4(void* to, Four v) { *reinterpret_cast<Four*>(to) = v; }
 
 FN u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }

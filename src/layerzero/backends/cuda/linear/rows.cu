@@ -44,7 +44,8 @@ FN int row_of(int tile, int down, int n) {
     return minimum(tile * RESULTS + down % RESULTS, n - 1) + (GATED && down >= RESULTS ? n : 0);
 }
 
-#define BOUNDS THREADS, BLOCKS
+// Half of the registers, if x leaves as many, are for an attention beside it (attention/token.cu).
+#define BOUNDS THREADS, (COLUMNS * COUNT <= 8 && BLOCKS * THREADS < 512 ? 512 / THREADS : BLOCKS)
 KERNEL(rows, Params, BOUNDS)
 {
     launch_next();

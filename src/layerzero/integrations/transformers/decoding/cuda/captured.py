@@ -66,9 +66,11 @@ class FixedBuffers:
         self._runs = ([self._bound(i) for i in range(len(step.layers))] if self._fused is None
                       else [])
         if self._fused is not None:
-            step.bind.kernels[
-                "attention, captured"] = ("triton.attention_decode, with rope and cache in one "
-                                          "launch")
+            step.bind.kernels["attention, captured"] = "; ".join(sorted({
+                self._fused.attention_kernel(
+                    weights, bound.head_dim, bound.heads // bound.kv_heads,
+                    self._angles[bound.angles or 0].shape[1] // 4, bound.softcap)
+                for bound in step.layers}))
         self.length = -1                       # what the state says, as the host knows it
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
         # What was captured: the step alone, and with what follows it in a loop on the device
@@ -119,10 +121,9 @@ class FixedBuffers:
         keys, values = self.kv_buffers[layer]
         if self._fused is not None:
             bound = self.step.layers[layer]
-            query = self._fused.rotate_and_store(qk, value, self._angles[bound.angles or 0],
-                                                 self._position, keys, values)
-            out = self._fused.attend(query, keys, values, self._lengths, bound.scale, bound.window,
-                                     bound.softcap)
+            out = self._fused.attend_token(qk, value, self._angles[bound.angles or 0],
+                                           self._position, self._lengths, keys, values,
+                                           bound.scale, bound.window, bound.softcap)
         else:
             queries = qk.shape[2] - value.shape[2]
             keys.index_copy_(1, self._position, qk[:, :, queries:])

@@ -2,8 +2,9 @@
 would need.
 
 In a graph a small kernel costs two microseconds or more, whatever little it does. Rotating queries
-and keys and writing keys and values into the cache is one launch here; attention reads the length
-of the cache where it lies on the device.
+and keys, writing keys and values into the cache, and the attention are one launch where our CUDA
+kernel can (backends/cuda/attention/token.cu), else two; the length of the cache is read where it
+lies on the device.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....backends.cuda import compiler
+from .....backends.cuda.attention import token
 from .....backends.cuda.linear import rows
 from .....backends.triton import gemv
 from .....backends.triton.attention.decode import launch
@@ -24,8 +27,10 @@ from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "gate", "gated", "in_float32", "rotate_and_store"]
+__all__ = ["attend", "attend_token", "attention_kernel", "gate", "gated", "in_float32"]
 Run = Callable[..., Any]
+ONE_LAUNCH = "cuda.attention_token, with rope and cache in one launch"
+TWO_LAUNCHES = "triton.attention_decode, after rope and cache in one launch"
 
 
 @triton.jit
@@ -94,6 +99,28 @@ def rotate_and_store(qk: Tensor, value: Tensor, angles: Tensor, position: Tensor
         "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)),
         "DIM_POW": triton.next_power_of_2(dim), "WAIT": waits(qk.device), "num_warps": 1})
     return query
+
+
+def attention_kernel(like: Tensor, dim: int, group: int, half: int, softcap: float) -> str:
+    """Returns the kernel that attend_token takes for tensors like this one."""
+    fits = not softcap and waits(like.device) and compiler.ready() is True and token.supports(
+        like.dtype, dim, group, half, compiler.machine_of(like.device))
+    return ONE_LAUNCH if fits else TWO_LAUNCHES
+
+
+def attend_token(qk: Tensor, value: Tensor, angles: Tensor, position: Tensor, lengths: Tensor,
+                 keys: Tensor, values: Tensor, scale: float, window: int | None = None,
+                 softcap: float = 0.0) -> Tensor:
+    """Rotate queries and keys, write keys and values into the buffers at `position`, and return the
+    attention over the first lengths[i] tokens of these, position + 1. The other arguments are those
+    of rotate_and_store and attend."""
+    (_, _, rotated, dim), kv_heads = qk.shape, value.shape[2]
+    kernel = attention_kernel(qk, dim, (rotated - kv_heads) // kv_heads, angles.shape[1] // 4,
+                              softcap)
+    if kernel == ONE_LAUNCH:
+        return token.attend(qk, value, angles, position, keys, values, scale, window)
+    query = rotate_and_store(qk, value, angles, position, keys, values)
+    return attend(query, keys, values, lengths, scale, window, softcap)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,

@@ -1030,7 +1030,7 @@ def alibi(
     Returns: Tensor
 
     Example:
-        out = lz.alibi(torch.rand(4), 17, 17)
+        out = lz.alibi(torch.rand(2), 300, 300)
     """
 
 

@@ -160,6 +160,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stride": "sparse", "mask": "float"}, {"extreme": True}, {"extreme": True, "causal": True},
     {"sq": 0, "sk": 8}, {"sq": 8, "sk": 0}, {"b": 0},
     {"b": 1, "hq": 1, "hkv": 1, "sq": 3, "sk": 3, "d": 16},
+    # groups that are no power of two
+    {"b": 1, "hq": 14, "hkv": 2, "sq": 5, "sk": 40},
+    {"b": 1, "hq": 10, "hkv": 2, "sq": 1, "sk": 33},
 )
 
 

@@ -89,16 +89,19 @@ def meta(q: Tensor, *args: Any, format: str, size: int | None = None, out_dtype:
 def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
-    symmetric: bool = True, stride: str = "", scale_dtype: str = "",
+    symmetric: bool = True, stride: str = "", scale_dtype: str = "", large: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns the codes of random values; `dtype` is the dtype to dequantize to."""
+    """Returns the codes of random values; `dtype` is the dtype to dequantize to. `large`: their
+    scales are beyond float16, where the result is not."""
     gen = torch.Generator("cpu").manual_seed(seed)
     out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
     if format in GGML_FORMATS:
         return {"q": random_blocks(gen, rows, width, format).to(device), "format": format,
                 "out_dtype": out}
     x = torch.randn((*rows, width), generator=gen)
+    if large and dtype != torch.float16:
+        x = x * 2.0 ** 30
     fmt = FORMATS[format]
     blocks = block_size or fmt.block_size
     scales, zeros, global_scale = make_scales(x, fmt, granularity or fmt.granularity, blocks,
@@ -128,6 +131,7 @@ CASES: tuple[dict[str, Any], ...] = (
      "rows": (2, 9), "width": 70},
     {"format": "int4", "block_size": 16, "symmetric": False, "rows": (2, 4)}, {"rows": (0,)},
     {"format": "fp8_e5m2", "scale_dtype": "bfloat16"}, {"format": "mxfp4", "width": 1},
+    {"format": "mxfp4", "large": True},
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),

@@ -167,7 +167,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},
     {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"}, {"scales": "head"},
-    {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128},
+    {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128}, {"hq": 14},
+    {"stored": "int8", "scales": "head", "context": (9, 20), "hq": 8, "hkv": 8},
 )
 
 

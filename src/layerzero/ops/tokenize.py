@@ -101,7 +101,8 @@ def read(values: dict[str, Any]) -> dict[str, Any]:
 _PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u0301", "12", "'s", "<s>",
            "  ", "\u00a0", "Ω", "\t", "and")
 _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>hello</s> <name>",
-          "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80)
+          "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80,
+          "the hell " * 79 + "and more ")
 
 
 def inputs(
@@ -135,6 +136,7 @@ CASES: tuple[dict[str, Any], ...] = (
                                                         "pad_id": 0, "padding_side": "left",
      "return_offsets": True},
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
+    {"text": 7, "cache_prefix": True}, {"text": 8, "cache_prefix": True},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

@@ -97,6 +97,9 @@ CASES: tuple[dict[str, Any], ...] = (
     # no queries, or no keys, between sequences that have them
     {"lengths_q": (4, 0, 9), "lengths_k": (7, 5, 20), "hkv": 2},
     {"lengths_q": (3, 5, 0, 2), "lengths_k": (6, 0, 4, 9), "causal": True, "align": "bottom_right"},
+    # many more keys than queries
+    {"lengths_q": (16, 20), "lengths_k": (150, 90), "hq": 14, "hkv": 2, "causal": True,
+     "align": "bottom_right"},
     {"window": (8, 0), "causal": True, "align": "top_left"},
     {"softcap": 10.0}, {"scale": 0.5, "hkv": 2}, {"lse": True, "hkv": 2},
     {"lengths_q": (4, 9, 3), "lengths_k": (20, 4, 0), "causal": True, "align": "bottom_right",

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,8 @@ _BY_CIRCUMSTANCE = (
 # And by the fact that distinguishes failing calls.
 _BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
             ("softcap", "scale"), ("capacity", "capacity"), ("is_causal", "mask"),
-            ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"))
+            ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"),
+            ("key_scale", "scale"), ("value_scale", "scale"), ("scales", "scale"))
 # Circumstances whose runs differ in more than the state of the kernel.
 _OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
 _NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
@@ -206,6 +207,7 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
             return "overflow", f"right as it is, not finite elsewhere: {forward[0].detail}"
         for word, kind in _BY_CIRCUMSTANCE:
             if all(word in name for name in names):
+                kind = _kind_of_given(kernel.op, names) if word == "given " else kind
                 return kind, (f"right as it is, wrong {_listed_names(sorted(names))}: "
                               f"{forward[0].detail}")
         kinds = Counter(next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
@@ -275,6 +277,15 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         return ("distribution",
                 f"other tokens or probabilities than the contract's: {forward[0].detail}")
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
+
+
+def _kind_of_given(op: Op, names: Iterable[str]) -> str:
+    """Returns what the arguments speak of that were given in these circumstances."""
+    if op.family == "sampling":
+        return "distribution"
+    kinds = {next((kind for fact, kind in _BY_FACT if fact in name), "convention")
+             for name in names}
+    return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
 def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:

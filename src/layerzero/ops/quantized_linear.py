@@ -63,7 +63,8 @@ def reference(
     bias: Tensor | None = None, *, format: FormatName, group_size: int = 0,
     activations: Literal["none", "int8", "q8", "fp8"] = "none", global_scale: Tensor | None = None,
 ) -> Tensor:
-    """x @ dequantize(weight_q, scales, zeros).T + bias."""
+    """x @ dequantize(weight_q, scales, zeros).T + bias. Where `activations` are rounded, gradients
+    pass straight through."""
     if scales is None:
         return ggml_linear(x, weight_q, bias, format, activations)
     out_features, in_features = weight_q.shape[0], x.shape[-1]
@@ -72,10 +73,13 @@ def reference(
                               group_size or in_features, rows_per_scale, global_scale)
     if activations in ("int8", "fp8"):
         acc_dtype, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
-        step = (x.to(acc_dtype).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
-        codes = (x.to(acc_dtype) / step).clamp(-largest, largest)
+        values = x.detach().to(acc_dtype)
+        step = (values.abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
+        codes = (values / step).clamp(-largest, largest)
         codes = (codes.round() if activations == "int8"
                  else codes.float().to(torch.float8_e4m3fn).to(acc_dtype))
+        if x.requires_grad:    # zeros: the gradient of a rounded value is that of the value
+            codes = codes + (x.to(acc_dtype) - values) / step
         out = codes @ weight.t() * step
         return (out if bias is None else out + bias.to(acc_dtype)).to(x.dtype)
     out = x @ weight.to(x.dtype).t()

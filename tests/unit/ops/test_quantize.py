@@ -433,3 +433,17 @@ def test_slices_do_not_show():
     torch.testing.assert_close(out,
                                F.linear(x, lz.dequantize(q, scales, format="fp8_e4m3",
                                                          block_size=128)))
+
+
+@pytest.mark.parametrize("activations, format", [("int8", "int8"), ("fp8", "fp8_e4m3")])
+def test_gradients_pass_through_rounded_activations(activations, format):
+    given = LINEAR.inputs(format, rows=(5,), k=64, n=48, activations=activations)
+    x, incoming = given.pop("x"), 1e-3 * torch.randn(5, 48)
+    plain = LINEAR.reference(x, **given)
+    leaf = x.clone().requires_grad_()
+    out = LINEAR.reference(leaf, **given)
+    out.backward(incoming)
+    weight = lz.dequantize(given["weight_q"], given["scales"], format=format)
+    assert torch.equal(out, plain)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, incoming @ weight)

@@ -4,16 +4,19 @@
 ones through the decode step of as many rows: every product reads its weights once for all of them,
 and only the attention knows that the rows are one after the other (`RowsKV`), or a tree. What
 the model would have chosen is kept, up to the first proposal that differs; so greedy tokens are
-those without speculation. Whatever is no greedy generation of one text goes the way it went before,
-and is counted with the reason.
+those without speculation. Where the step is captured, whole rounds are (rounds.py); trees, logits
+processors and models without a graph go round by round here. Where rounds take longer than the
+tokens they give are worth, plain steps go on (pace.py). Whatever is no greedy generation of one text
+goes the way it went before, and is counted with the reason.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,11 +32,14 @@ from ..decoding.cuda.captured import Uncapturable
 from ..decoding.cuda.captured_rows import CapturedRows
 from ..decoding.decode_step import ANY, DecodeStep
 from ..decoding.growing_cache import make_growing
+from .pace import Pace
+from .round_state import LONGEST_MATCH
+from .rounds import DeviceRounds, RowsOf
+from .stops import Stops
 
 PROMPT_LOOKUP = "prompt_lookup"
 DRAFTED = 4                                    # tokens that a model proposes in a round
-LOOKED_UP = 8                                  # and that the text so far does
-LONGEST_MATCH = 3                              # last tokens that are looked for in the text
+LOOKED_UP = 7                                  # and the text so far: products take 8 rows at once
 # what a call may hold: the loop makes the rest by itself
 SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
                     "logits_to_keep", "cache_position"}
@@ -46,14 +52,32 @@ class SpeculationStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0                          # of the drafted ones
-    tokens: int = 0
+    tokens: int = 0                            # in all
+    steps: int = 0                             # plain ones, in the place of rounds
+    pace: Pace = field(default_factory=Pace, repr=False)
+
+    def add(self, speculated: bool, drafted: int, accepted: int, tokens: int) -> None:
+        self.tokens += tokens
+        if not speculated:
+            self.steps += 1
+            return
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
 
     def __str__(self) -> str:
         if not self.rounds:
             return "no round yet"
         share = f"{self.accepted / self.drafted:.0%}" if self.drafted else "none"
-        return (f"{self.tokens} tokens in {self.rounds} rounds, {share} of {self.drafted} drafted "
-                "tokens accepted")
+        words = (f"{self.tokens} tokens in {self.rounds} rounds and {self.steps} plain steps, "
+                 f"{share} of {self.drafted} drafted tokens accepted")
+        pace = self.pace
+        if pace.gain is not None:
+            words += (f"; a round takes {pace.round_us:.0f} us and a step {pace.plain_us:.0f}: "
+                      f"rounds are {pace.gain:.2f} times as fast")
+        if pace.pauses:
+            words += f"; plain steps took over {pace.pauses} times"
+        return words
 
 
 class AppendedRows:
@@ -167,6 +191,34 @@ class Draft:
     def begin(self) -> None:
         self._cache = DynamicCache(config=self.model.config)
 
+    @property
+    def on_device(self) -> bool:
+        """Can its steps be a part of a captured round?"""
+        return self._rows is not None and self._rows.accelerated._captured is not None
+
+    def hold(self, text: Tensor, more: int, wanted: int) -> RowsOf:
+        """Returns its steps in buffers that hold all of the text but the last two tokens, with room
+        for `more`; NotRecognised where there are none."""
+        assert self._rows is not None
+        cache, of = self._cache, self._rows.accelerated
+        end, known = max(1, len(text) - 2), cache.get_seq_length()
+        if known > end:
+            cache.crop(end - known)
+        if known < end:
+            self.model(text[None, known:end], past_key_values=cache, use_cache=True,
+                       logits_to_keep=1)
+        refused = of.grow(cache)
+        if refused or of._captured is None:
+            raise NotRecognised(refused or "no graph of the assistant's step")
+        fixed = of._captured.hold(of.step(1), cache, end, new_tokens=more + 2, wanted=wanted + 2,
+                                  capture=lambda fixed, _: RowsOf.of(of, fixed, 2) and None)
+        return RowsOf.of(of, fixed, 2)
+
+    def leave(self, end: int) -> None:
+        """After rounds in the buffers of `hold`: that many tokens are in its cache."""
+        for layer in self._cache.layers:
+            layer.set_end(max(1, end))
+
     def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Up to `most` tokens after `ids`, (tokens,)."""
         cache, proposed = self._cache, []
@@ -197,6 +249,17 @@ class Lookup:
     def __init__(self, count: int, branches: int = 1) -> None:
         self.count, self.branches = count, branches
 
+    @property
+    def on_device(self) -> bool:
+        """Can the search be a part of a captured round?"""
+        return self.branches == 1
+
+    def hold(self, text: Tensor, more: int, wanted: int) -> None:
+        """Do nothing: the text is all it needs."""
+
+    def leave(self, end: int) -> None:
+        """Do nothing, likewise."""
+
     def begin(self) -> None:
         """Do nothing: no state is kept between texts."""
 
@@ -210,7 +273,9 @@ class Lookup:
             last = text[-size:]
             for start in range(len(text) - size - 1, -1, -1):
                 if text[start:start + size] == last:
-                    chain = text[start + size:start + size + most]
+                    after = text[start + size:]
+                    # where the text ends it goes on as after the match
+                    chain = [after[i % len(after)] for i in range(most)]
                     if chain and all(chain[0] != other[0] for other in chains):
                         chains.append(chain)
                     if len(chains) == self.branches:
@@ -241,6 +306,7 @@ class Speculation:
     def __init__(self, model: Any, accelerated: Accelerated, draft: Draft | Lookup) -> None:
         self.model, self.rows, self.draft = model, Rows(accelerated), draft
         self.stats, self.declined = SpeculationStats(), Counter[str]()
+        self.uncapturable = ""                 # why no round can be captured
         self._plain = vars(model).get("generate") or type(model).generate.__get__(model)
         functools.update_wrapper(self, type(model).generate.__get__(model))
 
@@ -274,31 +340,51 @@ class Speculation:
         refused = self._why_refused(input_ids, config, kwargs)
         if refused:
             raise NotRecognised(refused)
-        cache = kwargs["past_key_values"]
+        cache, stops = kwargs["past_key_values"], Stops(stopping_criteria)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         self.draft.begin()
         ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
-        done = self._is_stopped(ids, 1, stopping_criteria, streamer)
+        done = self._stop_at(ids, ids.shape[1] - 1, stops, streamer) is not None
         self.stats.tokens += 1
+        if not done and not logits_processor and self._on_device():
+            ids, done = DeviceRounds(self, ids, cache, stops, streamer).run()
         while not done:
-            most = config.max_length - ids.shape[1] - 1
-            drafted, parents = self.draft(ids[0], most) if most > 0 else (ids[0, :0], None)
-            new = self._verify(ids, drafted, parents, cache, logits_processor)
-            before = ids.shape[1]
-            ids = torch.cat((ids, new[None]), 1)
-            stop = self._stop_at(ids, before, stopping_criteria, streamer)
-            if stop is not None:               # what came after it is dropped, in the cache too
-                cache.crop(-(ids.shape[1] - stop))
-                ids, done = ids[:, :stop], True
-            self.stats.tokens += ids.shape[1] - before
-            self.draft.accept(ids.shape[1])
+            ids, done = self._host_round(ids, cache, stops, streamer, logits_processor)
         if streamer is not None:
             streamer.end()
         if config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)
         return ids
+
+    @property
+    def pace(self) -> Pace:
+        return self.stats.pace
+
+    def _on_device(self) -> bool:
+        """Can whole rounds be captured?"""
+        return (type(self.draft) in (Draft, Lookup) and self.draft.on_device
+                and self.rows.accelerated._captured is not None and not self.uncapturable)
+
+    def _host_round(self, ids: Tensor, cache: DynamicCache, stops: Stops, streamer: Any,
+                    processors: Any) -> tuple[Tensor, bool]:
+        """One round or plain step. Returns the text with its tokens, and whether it ends."""
+        start, before, parents = time.perf_counter(), ids.shape[1], None
+        most, drafted = stops.most - before - 1, ids[0, :0]
+        speculates = most > 0 and self.pace.speculates()
+        if speculates:
+            drafted, parents = self.draft(ids[0], most)
+        new = self._verify(ids, drafted, parents, cache, processors)
+        ids, given = torch.cat((ids, new[None]), 1), len(new)
+        stop = self._stop_at(ids, before, stops, streamer)
+        if stop is not None:                   # what came after it is dropped, in the cache too
+            cache.crop(-(ids.shape[1] - stop))
+            ids = ids[:, :stop]
+        self.stats.add(speculates, len(drafted), given - 1, ids.shape[1] - before)
+        self.pace.add(speculates, given, time.perf_counter() - start)
+        self.draft.accept(ids.shape[1])
+        return ids, stop is not None
 
     def _verify(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
                 processors: Any) -> Tensor:
@@ -316,7 +402,6 @@ class Speculation:
         if len(tokens) == 1:
             logits = self.model(tokens[None], past_key_values=cache, use_cache=True,
                                 logits_to_keep=1).logits[0]
-            self.stats.rounds += 1
             return self._chosen(ids, logits, processors)[0, -1:]
         logits, kv = self.rows(tokens, cache, tree)
         if processors:
@@ -332,9 +417,6 @@ class Speculation:
             at = node
             path.append(at)
         kv.keep(path)
-        self.stats.rounds += 1
-        self.stats.drafted += len(drafted)
-        self.stats.accepted += len(path) - 1
         return torch.tensor([best[i] for i in path], dtype=ids.dtype, device=ids.device)
 
     @staticmethod
@@ -355,15 +437,12 @@ class Speculation:
         return torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
 
     @staticmethod
-    def _is_stopped(ids: Tensor, new: int, criteria: Any, streamer: Any) -> bool:
-        if streamer is not None:
-            streamer.put(ids[0, -new:].cpu())
-        return bool(criteria(ids, None).all())
-
-    def _stop_at(self, ids: Tensor, before: int, criteria: Any, streamer: Any) -> int | None:
+    def _stop_at(ids: Tensor, before: int, stops: Stops, streamer: Any) -> int | None:
         """Returns the length at which generation ends; every token is shown in its turn."""
-        for end in range(before + 1, ids.shape[1] + 1):
-            if self._is_stopped(ids[:, :end], 1, criteria, streamer):
+        for end, token in enumerate(ids[0, before:].tolist(), before + 1):
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+            if stops.ends(token, end, lambda end=end: ids[0, :end]):  # type: ignore[misc]
                 return end
         return None
 

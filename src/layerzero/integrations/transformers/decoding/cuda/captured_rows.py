@@ -27,10 +27,21 @@ class FixedRows:
         self._table = buffers._table.expand(rows, -1).contiguous()
         self._order = torch.arange(rows, device=device)
         self._position, self._lengths = self._order.clone(), self._order + 1
+        self._end = self._lengths[-1:]         # the keys that the last row sees
         self._step_input = torch.zeros((rows, 1), dtype=torch.int64, device=device)
-        self._runs = [self._bound(i) for i in range(len(step.layers))]
+        self._fused = step.fast if self._fit() else None
+        self._runs = ([self._bound(i) for i in range(len(step.layers))] if self._fused is None
+                      else [])
+        if self._fused is not None:
+            step.bind.kernels["attention, verified"] = self._fused.ROWS
         self._replay: Any = None
         self._out: Tensor | None = None
+
+    def _fit(self) -> bool:
+        """Can the kernels of triton_step.py serve all layers, the rows of a head in one tile?"""
+        rows, fast = self.step.batch, self.step.fast
+        return fast is not None and self.buffers._fit() and all(
+            rows * bound.heads // bound.kv_heads <= fast.MAX_ROWS for bound in self.step.layers)
 
     def _bound(self, layer: int) -> Any:
         bound, pages = self.step.layers[layer], self.buffers._pages[layer]
@@ -49,14 +60,29 @@ class FixedRows:
 
     def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
         keys, values = self.buffers.kv_buffers[layer]
+        if self._fused is not None:
+            bound = self.step.layers[layer]
+            query = self._fused.rotate_and_store(
+                qk, value, self.buffers._angles[bound.angles or 0], self._position, keys, values)
+            out: Tensor = self._fused.attend_rows(query, keys, values, self._end, bound.scale,
+                                                  bound.softcap)
+            return out.flatten(1).unsqueeze(1)
         queries = qk.shape[2] - value.shape[2]
         keys.index_copy_(1, self._position, qk[:, 0, queries:][None])
         values.index_copy_(1, self._position, value[:, 0][None])
         return self._runs[layer](qk[:, 0, :queries]).flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
-    def _run(self) -> Tensor:
-        angles = tuple(table.index_select(0, self._position)[:, None].chunk(2, -1)
-                       for table in self.buffers._angles)
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the rows read their tokens (rows, 1), and how many come before and with each."""
+        return self._step_input, self._position, self._lengths
+
+    def run(self) -> Tensor:
+        """Computes the logits (rows, 1, vocab) of the rows as the inputs say."""
+        angles: Any = None
+        if self._fused is None:
+            angles = tuple(table.index_select(0, self._position)[:, None].chunk(2, -1)
+                           for table in self.buffers._angles)
         x = self.parts.first_input(self.parts.embedded(self._step_input), self._position[:, None])
         return self.step(x, angles, self)  # type: ignore[arg-type]
 
@@ -69,7 +95,7 @@ class FixedRows:
         if not self._step_input.is_cuda:
             return
         self._set_position(length)
-        trial = graphs.attempt(self._run, overlap=True)
+        trial = graphs.attempt(self.run, overlap=True)
         if trial.problems:
             raise Uncapturable(f"the rows cannot be captured: {trial.problems[0]}")
         self._out, self._replay = trial.result, trial.graph.replay
@@ -79,7 +105,7 @@ class FixedRows:
         self._step_input.copy_(tokens[:, None])
         self._set_position(length)
         if self._replay is None:
-            return self._run()[:, 0]
+            return self.run()[:, 0]
         self._replay()
         assert self._out is not None
         return self._out[:, 0]

@@ -1,0 +1,144 @@
+"""What a speculation round reads and writes where the model is, and its small steps in plain torch.
+
+The text, how long it is and where the next step of each model begins lie in memory that stays where
+it is, so that a round can be captured once and replayed: what the last round accepted is known to
+the next one without the host. The log has a row for every round, which the host reads when it gets
+there. triton_round.py has the same functions in fewer launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOTS = 16                 # rows of the log; more than rounds can be on their way
+LONGEST_MATCH = 3          # last tokens that are looked for in the text
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a step of some rows reads its tokens and their places; all int64."""
+
+    tokens: Tensor         # (rows, 1)
+    positions: Tensor      # (rows,): tokens before each
+    lengths: Tensor        # (rows,): and with it
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The text of one cache. It is one token longer than the cache: the last is not computed."""
+
+    text: Tensor           # (capacity,)
+    length: Tensor         # (1,)
+    found: Tensor          # (1,): tokens that were drafted
+    log: Tensor            # (SLOTS, 2 + rows): drafted, new, and the new tokens
+    slot: Tensor           # (1,): the row of the next round
+    plain: Inputs          # of a plain step
+    rows: Inputs           # of the rows that are verified: the last token, and the drafted ones
+    # of an assistant: the last two tokens, of which it may not know the first; and its plain step
+    pair: Inputs | None = None
+    single: Inputs | None = None
+
+    @property
+    def followers(self) -> list[tuple[Inputs, int]]:
+        """Inputs that begin at the end of the text, and how many tokens of it they have."""
+        return [(self.plain, 1), (self.rows, 1), *([(self.pair, 2)] if self.pair else [])]
+
+    def start(self, ids: Tensor) -> None:
+        """Begin with the text `ids` (tokens,)."""
+        self.text[:len(ids)].copy_(ids)
+        self.length.fill_(len(ids))
+        self.slot.zero_()
+        follow(self)
+
+
+def make_state(capacity: int, plain: Inputs, rows: Inputs, pair: Inputs | None = None,
+               single: Inputs | None = None) -> RoundState:
+    device, count = rows.tokens.device, len(rows.tokens)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    return RoundState(zeros(capacity), zeros(1), zeros(1), zeros(SLOTS, 2 + count), zeros(1), plain,
+                      rows, pair, single)
+
+
+def follow(state: RoundState) -> None:
+    """Let the next steps begin at the end of the text."""
+    for inputs, known in state.followers:
+        order = torch.arange(len(inputs.tokens), device=state.text.device)
+        torch.add(order, state.length - known, out=inputs.positions)
+        torch.add(inputs.positions, 1, out=inputs.lengths)
+        inputs.tokens[:known].copy_(
+            state.text.index_select(0, inputs.positions[:known])[:, None])
+
+
+def lookup(state: RoundState) -> None:
+    """Drafts what followed the last tokens where they stood before: after the longest match, of
+    these the latest. Where the text ends before the draft does, it is repeated from the match on.
+    """
+    text, last = state.text, state.length - 1
+    order = torch.arange(len(text), device=text.device)
+    size = torch.zeros_like(order)
+    alike = order < last
+    for n in range(LONGEST_MATCH):
+        alike = alike & (order >= n) & (last >= n) & (
+            text[(order - n).clamp_min(0)] == text[(last - n).clamp_min(0)])
+        size = size + alike
+    score = torch.where(size > 0, size * len(text) + order, -1)
+    best = score.max(0, keepdim=True).values
+    draft_after(state, best >= 0, best.clamp_min(0) % len(text), last)
+
+
+def draft_after(state: RoundState, found: Tensor, match: Tensor, last: Tensor) -> None:
+    """Write the draft that follows the token at `match`."""
+    count = len(state.rows.tokens) - 1
+    order = torch.arange(count, device=state.text.device)
+    tokens = state.text[match + 1 + order % (last - match).clamp_min(1)]
+    state.rows.tokens[1:, 0].copy_(torch.where(found, tokens, 0))
+    state.found.copy_(torch.where(found, count, 0))
+
+
+def choose(state: RoundState, logits: Tensor, number: int) -> None:
+    """Write the likeliest token of an assistant's logits (1, vocab) as draft `number`, from 1 on;
+    its next plain step is the one of that token."""
+    token = logits.argmax(-1)
+    state.rows.tokens[number].copy_(token)
+    if state.single is not None:
+        state.single.tokens[0].copy_(token)
+        torch.add(state.length, number - 1, out=state.single.positions)
+        torch.add(state.length, number, out=state.single.lengths)
+    state.found.fill_(number)
+
+
+def accept(state: RoundState, logits: Tensor) -> None:
+    """Append what the model chose, logits (rows, vocab): of one row a token; of several the tokens
+    up to the first draft that is another, and the one in its place."""
+    best = logits.argmax(-1)
+    rows, order = len(best), torch.arange(len(best), device=best.device)
+    found = state.found if rows > 1 else torch.zeros_like(state.found)
+    same = (best[:-1] == state.rows.tokens[1:rows, 0]) & (order[:-1] < found)
+    new = 1 + same.to(torch.int64).cumprod(0).sum(0, keepdim=True)
+    state.text.index_copy_(0, state.length + order, best)
+    # a copy of each: a row of the log, found, new and tokens
+    row = torch.cat((found, new, best))
+    row = torch.nn.functional.pad(row, (0, state.log.shape[1] - len(row)))
+    state.log.index_copy_(0, state.slot, row[None])
+    state.slot.add_(1).remainder_(SLOTS)
+    state.length.add_(new)
+    follow(state)
+
+
+def kernels(device: torch.device) -> Any:
+    """Returns the functions above, as kernels where Triton can compile them."""
+    if device.type == "cuda":
+        try:
+            from . import triton_round
+            return triton_round
+        except ImportError:
+            pass
+    from . import round_state
+    return round_state

@@ -141,8 +141,9 @@ def profiled(what: str, run: Any, lines: int) -> Any:
     for order in ("cumulative", "tottime"):
         text = io.StringIO()
         pstats.Stats(profile, stream=text).sort_stats(order).print_stats(lines)
-        kept = [line[:140] for line in text.getvalue().splitlines() if line.strip()][5:]
-        print("\n".join(kept))
+        kept = [line for line in text.getvalue().splitlines() if line.strip()]
+        for line in kept[3:]:
+            print(line.replace(str(Path(lz.__file__).parent), "lz")[:150])
     return result
 
 

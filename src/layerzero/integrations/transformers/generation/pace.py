@@ -42,7 +42,18 @@ class Pace:
         plain, one = self.plain_us, self.round_us
         if plain is None or one is None or not self._rounds:
             return None
-        return sum(self._rounds) / len(self._rounds) * plain / one
+        return self.tokens * plain / one
+
+    @property
+    def tokens(self) -> float:
+        """Returns how many tokens a round gives."""
+        return sum(self._rounds) / len(self._rounds) if self._rounds else 1.0
+
+    def begin(self) -> None:
+        """Another text, of which drafts may be better: the next trial is near."""
+        self._pause = PAUSE
+        if not self._chosen:
+            self._left = min(self._left, PAUSE)
 
     def speculates(self) -> bool:
         """Is the next step to be a round?"""
@@ -68,6 +79,7 @@ class Pace:
         if paused:                             # it is over: try again
             self._chosen, self._left = True, TRIAL
             self._rounds.clear()
+            self._times[True].clear()
         elif gain is None or gain >= 1.0:
             self._chosen, self._left, self._pause = True, WINDOW, PAUSE
         else:

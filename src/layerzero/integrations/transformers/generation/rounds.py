@@ -31,7 +31,8 @@ from .loop import _side_stream
 from .round_state import SLOTS, Inputs, RoundState, kernels, make_state
 from .stops import Stops
 
-AHEAD, AHEAD_ON_HOST = 3, 0    # rounds that are enqueued beyond the one that is read
+# rounds that are enqueued beyond the one that is read: one takes longer than the host needs
+AHEAD, AHEAD_ON_HOST = 1, 0
 MAX_WANTED = 2048              # tokens that the first buffers have room for at most
 Run = Callable[[], None]
 
@@ -217,8 +218,9 @@ class DeviceRounds:
             return False                       # it might have no room
         if speculates and self._behind:
             return False                       # the assistant has to see the text first
-        # each gives a token at least
-        return self.count + len(self._flight) < self.stops.most
+        # those on their way will probably do
+        expected = sum(self.pace.tokens if kind else 1 for kind, _, _ in self._flight)
+        return self.count + expected < self.stops.most or not self._flight
 
     def _issue(self) -> None:
         assert self._round is not None

@@ -345,6 +345,7 @@ class Speculation:
             streamer.put(input_ids.cpu())
         logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         self.draft.begin()
+        self.pace.begin()
         ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
         done = self._stop_at(ids, ids.shape[1] - 1, stops, streamer) is not None
         self.stats.tokens += 1

@@ -13,7 +13,7 @@ from statistics import median
 TRIAL = 6                  # rounds of a trial
 STEPS = 6                  # plain steps whose time is measured
 WINDOW = 24                # rounds that are looked at
-PAUSE, MAX_PAUSE = 48, 768     # plain steps before the next trial
+PAUSE, MAX_PAUSE = 48, 384     # plain steps before the next trial
 
 
 class Pace:

@@ -46,6 +46,11 @@ class RowsOf:
         self.rows = FixedRows(accelerated.step(count), accelerated.parts, buffers)
         self.inputs = Inputs(*self.rows.inputs)
 
+    @property
+    def room(self) -> int:
+        """Returns how many tokens it can have: learned positions end somewhere."""
+        return min(self.buffers.size, most_positions(self.accelerated))
+
     @staticmethod
     def of(accelerated: Accelerated, buffers: FixedBuffers, count: int) -> RowsOf:
         """Returns those of these buffers, made once."""
@@ -57,6 +62,12 @@ class RowsOf:
             except NoKernelFoundError as e:
                 raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
         return known
+
+
+def most_positions(accelerated: Accelerated) -> int:
+    parts = accelerated.parts
+    return (1 << 62 if parts.positions is None
+            else parts.positions.num_embeddings - parts.first_position)
 
 
 class Round:
@@ -155,8 +166,10 @@ class DeviceRounds:
         self._leave()
         more = rows * (self.ahead + 2 + graphs.WARM_UPS)
         wanted = min(self.stops.most - length, MAX_WANTED) + more
-        assistant = self.draft.hold(text, more, wanted)
         step = self.accelerated
+        if length + more > min(map(most_positions, (step, *self.draft.steps))):
+            raise NotRecognised("its learned positions end soon")
+        assistant = self.draft.hold(text, more, wanted)
         refused = step.grow(self.cache)
         if refused or step._captured is None:
             raise NotRecognised(refused or "no graph of its step")
@@ -214,7 +227,7 @@ class DeviceRounds:
             return False
         rows, speculates = self._round.model.count, self.pace.speculates()
         most = self.count + sum(rows if kind else 1 for kind, _, _ in self._flight)
-        if most + rows > min(m.buffers.size for m in self._models()):
+        if most + rows > min(m.room for m in self._models()):
             return False                       # it might have no room
         if speculates and self._behind:
             return False                       # the assistant has to see the text first

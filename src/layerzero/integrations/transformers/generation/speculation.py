@@ -6,8 +6,8 @@ and only the attention knows that the rows are one after the other (`RowsKV`), o
 the model would have chosen is kept, up to the first proposal that differs; so greedy tokens are
 those without speculation. Where the step is captured, whole rounds are (rounds.py); trees, logits
 processors and models without a graph go round by round here. Where rounds take longer than the
-tokens they give are worth, plain steps go on (pace.py). Whatever is no greedy generation of one text
-goes the way it went before, and is counted with the reason.
+tokens they give are worth, plain steps go on (pace.py). Whatever is no greedy generation of one
+text goes the way it went before, and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ....models.speculative import tree_attention_mask, tree_positions
 from ....plan.table import Span
 from ..decoders.families import NotRecognised
 from ..decoding.accelerated import Accelerated
-from ..decoding.cuda.captured import Uncapturable
+from ..decoding.cuda.captured import FixedBuffers, Uncapturable
 from ..decoding.cuda.captured_rows import CapturedRows
 from ..decoding.decode_step import ANY, DecodeStep
 from ..decoding.growing_cache import make_growing
@@ -196,6 +196,11 @@ class Draft:
         """Can its steps be a part of a captured round?"""
         return self._rows is not None and self._rows.accelerated._captured is not None
 
+    @property
+    def steps(self) -> tuple[Accelerated, ...]:
+        """Returns the models that take part in a round."""
+        return () if self._rows is None else (self._rows.accelerated,)
+
     def hold(self, text: Tensor, more: int, wanted: int) -> RowsOf:
         """Returns its steps in buffers that hold all of the text but the last two tokens, with room
         for `more`; NotRecognised where there are none."""
@@ -210,8 +215,12 @@ class Draft:
         refused = of.grow(cache)
         if refused or of._captured is None:
             raise NotRecognised(refused or "no graph of the assistant's step")
+
+        def make(fixed: FixedBuffers, _: int) -> None:
+            RowsOf.of(of, fixed, 2)
+
         fixed = of._captured.hold(of.step(1), cache, end, new_tokens=more + 2, wanted=wanted + 2,
-                                  capture=lambda fixed, _: RowsOf.of(of, fixed, 2) and None)
+                                  capture=make)
         return RowsOf.of(of, fixed, 2)
 
     def leave(self, end: int) -> None:
@@ -253,6 +262,10 @@ class Lookup:
     def on_device(self) -> bool:
         """Can the search be a part of a captured round?"""
         return self.branches == 1
+
+    @property
+    def steps(self) -> tuple[Accelerated, ...]:
+        return ()
 
     def hold(self, text: Tensor, more: int, wanted: int) -> None:
         """Do nothing: the text is all it needs."""

@@ -1,4 +1,4 @@
-"""The small steps of a speculation round (round_state.py) on a CUDA device: each in two launches."""
+"""The small steps of a round (round_state.py) on a CUDA device, each in two launches."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,19 +23,16 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ....models.speculative import tree_attention_mask, tree_positions
-from ....plan.table import Span
 from ..decoders.families import NotRecognised
 from ..decoding.accelerated import Accelerated
-from ..decoding.cuda.captured import FixedBuffers, Uncapturable
-from ..decoding.cuda.captured_rows import CapturedRows
-from ..decoding.decode_step import ANY, DecodeStep
-from ..decoding.growing_cache import make_growing
+from .drafts import Draft, Lookup
 from .pace import Pace
-from .round_state import LONGEST_MATCH
-from .rounds import DeviceRounds, RowsOf
+from .rounds import DeviceRounds
 from .stops import Stops
+from .verified_rows import Rows
 
+__all__ = ["DRAFTED", "LOOKED_UP", "PROMPT_LOOKUP", "Draft", "Lookup", "Speculation",
+           "SpeculationStats"]
 PROMPT_LOOKUP = "prompt_lookup"
 DRAFTED = 4                                    # tokens that a model proposes in a round
 LOOKED_UP = 7                                  # and the text so far: products take 8 rows at once
@@ -78,237 +74,6 @@ class SpeculationStats:
         if pace.pauses:
             words += f"; plain steps took over {pace.pauses} times"
         return words
-
-
-class AppendedRows:
-    """Rows that were written to a cache, of which some stay."""
-
-    def __init__(self, layers: list[Any], positions: list[int]) -> None:
-        self._layers, self._positions = layers, positions
-
-    def undo(self, keep: int = 0) -> None:
-        """Take back all rows but the first `keep`."""
-        for layer, position in zip(self._layers, self._positions):
-            layer.set_end(position + keep)
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Keep these rows, in this order, and take back the others."""
-        if list(nodes) != list(range(len(nodes))):
-            for layer, position in zip(self._layers, self._positions):
-                kept = torch.tensor(nodes, device=layer.keys.device) + position
-                for buffer in (layer.key_buffer, layer.value_buffer):
-                    buffer[:, position:position + len(nodes)] = buffer.index_select(1, kept)
-        self.undo(len(nodes))
-
-
-class RowsKV(AppendedRows):
-    """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
-
-    def __init__(self, step: DecodeStep, layers: list[Any], length: int, angles: Any,
-                 parents: Tensor | None, runs: dict[Any, tuple[Any, Span]]) -> None:
-        super().__init__(layers, [layer.reserve(step.batch) for layer in layers])
-        self._step, self._rows, self._bound, self.angles = step, step.batch, runs, angles
-        self._mask = () if parents is None else (tree_attention_mask(parents, length)[None, None],)
-
-    def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
-        cache, position, rows = self._layers[layer], self._positions[layer], self._rows
-        queries = qk.shape[2] - value.shape[2]
-        cache.write(position, qk[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
-        keys, values = cache.view(0, position + rows)
-        query = qk[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
-        out = self._run(layer, query, keys, values)(query, keys, values, *self._mask)
-        return out.permute(2, 0, 1, 3).reshape(rows, 1, -1)  # type: ignore[no-any-return]
-
-    def _run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Any:
-        bound, length = self._step.layers[layer], keys.shape[2]
-        key = (self._step, bound.heads, bound.kv_heads, bound.head_dim, bound.scale, bound.softcap,
-               len(self._mask))
-        run, span = self._bound.get(key, (None, ANY))
-        if run is None or not span.covers(length):
-            causal = {} if self._mask else {"is_causal": True, "causal_align": "bottom_right"}
-            run = self._step.bind("attention, verified", "attention", query, keys, values,
-                                  *(self._mask or (None,)), scale=bound.scale,
-                                  softcap=bound.softcap, **causal)
-            span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
-            self._bound[key] = run, span
-        return run
-
-
-class Rows:
-    """Several tokens of one text through the decode step of an accelerated model."""
-
-    def __init__(self, accelerated: Accelerated) -> None:
-        self.accelerated, parts = accelerated, accelerated.parts
-        if parts.head is None:
-            raise NotRecognised("the decoder with the step has no head: another model feeds it")
-        if any(layer.window for layer in parts.layers):
-            raise NotRecognised("its layers have a window, out of which nothing comes back")
-        if parts.uncapturable_feature:
-            raise NotRecognised(f"it has {parts.uncapturable_feature}")
-        self._runs: dict[Any, tuple[Any, Span]] = {}
-        self.captured = (None if accelerated._captured is None
-                         else CapturedRows(accelerated._captured, parts))
-        self.declined: Counter[str] = Counter()
-
-    def __call__(self, tokens: Tensor, cache: DynamicCache,
-                 parents: Tensor | None = None) -> tuple[Tensor, AppendedRows]:
-        """Returns logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them
-        all until the KV state says otherwise."""
-        of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
-        of._check(cache, 0, {})
-        refused = make_growing(cache, of._windows)
-        if refused:
-            raise NotRecognised(refused)
-        length = cache.get_seq_length()
-        order = (torch.arange(length, length + rows, device=tokens.device) if parents is None
-                 else tree_positions(parents, length).to(tokens.device))
-        step, positions = of.step(rows), order[:, None]
-        if self.captured is not None and of._captured is not None and parents is None:
-            try:
-                out = self.captured(of.step(1), step, tokens, cache, length)
-                return out, AppendedRows(cache.layers, [length] * len(cache.layers))
-            except NotRecognised as why:
-                self.declined[f"verified without a graph: {why}"] += 1
-                self.captured = None if isinstance(why, Uncapturable) else self.captured
-        x = parts.first_input(parts.embedded(tokens[:, None]), positions)
-        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents, self._runs)
-        try:
-            return step(x, kv.angles, kv)[:, 0], kv
-        # passed on, an interrupt too: half a round must not stay in the cache
-        except BaseException:
-            kv.undo()
-            raise
-
-
-class Draft:
-    """A small model that proposes what comes next, greedily."""
-
-    def __init__(self, model: Any, accelerated: Accelerated | None, count: int) -> None:
-        self.model, self.count = model, count
-        self._rows = None if accelerated is None else Rows(accelerated)
-        self._cache = DynamicCache(config=model.config)
-
-    def begin(self) -> None:
-        self._cache = DynamicCache(config=self.model.config)
-
-    @property
-    def on_device(self) -> bool:
-        """Can its steps be a part of a captured round?"""
-        return self._rows is not None and self._rows.accelerated._captured is not None
-
-    @property
-    def steps(self) -> tuple[Accelerated, ...]:
-        """Returns the models that take part in a round."""
-        return () if self._rows is None else (self._rows.accelerated,)
-
-    def hold(self, text: Tensor, more: int, wanted: int) -> RowsOf:
-        """Returns its steps in buffers that hold all of the text but the last two tokens, with room
-        for `more`; NotRecognised where there are none."""
-        assert self._rows is not None
-        cache, of = self._cache, self._rows.accelerated
-        end, known = max(1, len(text) - 2), cache.get_seq_length()
-        if known > end:
-            cache.crop(end - known)
-        if known < end:
-            self.model(text[None, known:end], past_key_values=cache, use_cache=True,
-                       logits_to_keep=1)
-        refused = of.grow(cache)
-        if refused or of._captured is None:
-            raise NotRecognised(refused or "no graph of the assistant's step")
-
-        def make(fixed: FixedBuffers, _: int) -> None:
-            RowsOf.of(of, fixed, 2)
-
-        fixed = of._captured.hold(of.step(1), cache, end, new_tokens=more + 2, wanted=wanted + 2,
-                                  capture=make)
-        return RowsOf.of(of, fixed, 2)
-
-    def leave(self, end: int) -> None:
-        """After rounds in the buffers of `hold`: that many tokens are in its cache."""
-        for layer in self._cache.layers:
-            layer.set_end(max(1, end))
-
-    def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        """Up to `most` tokens after `ids`, (tokens,)."""
-        cache, proposed = self._cache, []
-        cached_tokens = cache.get_seq_length()
-        more = ids[cached_tokens:]
-        for _ in range(min(self.count, most)):
-            if self._rows is not None and 1 < len(more) <= self.count + 1 and cached_tokens:
-                logits = self._rows(more, cache)[0][-1]
-            else:
-                logits = self.model(more[None], past_key_values=cache, use_cache=True,
-                                    logits_to_keep=1).logits[0, -1]
-            more = logits.argmax(-1, keepdim=True)
-            proposed.append(more)
-        return (torch.cat(proposed) if proposed else ids[:0]), None
-
-    def accept(self, length: int) -> None:
-        """Crops the draft's cache to a text of `length` tokens, the last of which may be new to
-        it."""
-        over = self._cache.get_seq_length() - (length - 1)
-        if over > 0:
-            self._cache.crop(-over)
-
-
-class Lookup:
-    """Drafts what followed the last tokens where they stood before: the longest match, the latest
-    first. Two places that go on differently are a tree."""
-
-    def __init__(self, count: int, branches: int = 1) -> None:
-        self.count, self.branches = count, branches
-
-    @property
-    def on_device(self) -> bool:
-        """Can the search be a part of a captured round?"""
-        return self.branches == 1
-
-    @property
-    def steps(self) -> tuple[Accelerated, ...]:
-        return ()
-
-    def hold(self, text: Tensor, more: int, wanted: int) -> None:
-        """Do nothing: the text is all it needs."""
-
-    def leave(self, end: int) -> None:
-        """Do nothing, likewise."""
-
-    def begin(self) -> None:
-        """Do nothing: no state is kept between texts."""
-
-    def accept(self, length: int) -> None:
-        """Do nothing: no state is kept between rounds."""
-
-    def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        text, most = ids.tolist(), min(self.count, most)
-        chains: list[list[int]] = []
-        for size in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
-            last = text[-size:]
-            for start in range(len(text) - size - 1, -1, -1):
-                if text[start:start + size] == last:
-                    after = text[start + size:]
-                    # where the text ends it goes on as after the match
-                    chain = [after[i % len(after)] for i in range(most)]
-                    if chain and all(chain[0] != other[0] for other in chains):
-                        chains.append(chain)
-                    if len(chains) == self.branches:
-                        break
-            if chains:
-                break
-        tokens = torch.tensor([t for chain in chains for t in chain], dtype=ids.dtype,
-                              device=ids.device)
-        if len(chains) < 2:
-            return tokens, None
-        parents = [-1 if not i else at + i - 1 for at, chain in zip(
-            _starts(chains), chains) for i in range(len(chain))]
-        return tokens, torch.tensor(parents)
-
-
-def _starts(chains: Sequence[Sequence[int]]) -> list[int]:
-    starts = [0]
-    for chain in chains[:-1]:
-        starts.append(starts[-1] + len(chain))
-    return starts
 
 
 class Speculation:

@@ -12,20 +12,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerzero.integrations.transformers.accelerate import accelerate
 from layerzero.integrations.transformers.decoding.cuda import triton_step
+from layerzero.integrations.transformers.decoding.cuda.captured_rows import depths
 from layerzero.integrations.transformers.generation import round_state, rounds, triton_round
 from layerzero.integrations.transformers.generation.round_state import Inputs, RoundState
 
 HALF = torch.float16
 
 
-def inputs(rows: int) -> Inputs:
+def inputs(rows: int, branches: int = 1) -> Inputs:
     return Inputs(torch.zeros((rows, 1), dtype=torch.int64),
-                  *(torch.zeros(rows, dtype=torch.int64) for _ in "pl"))
+                  *(torch.zeros(rows, dtype=torch.int64) for _ in "pl"),
+                  depths(rows, branches) if rows > 1 else torch.zeros(1, dtype=torch.int64))
 
 
-def state(text: list[int], rows: int, assistant: bool, capacity: int) -> RoundState:
+def state(text: list[int], rows: int, assistant: bool, branches: int, capacity: int) -> RoundState:
     more = (inputs(2), inputs(1)) if assistant else ()
-    made = round_state.make_state(capacity, inputs(1), inputs(rows), *more)
+    made = round_state.make_state(capacity, inputs(1), inputs(rows, branches), *more,
+                                  branches=branches)
     made.start(torch.tensor(text))
     return made
 
@@ -41,14 +44,16 @@ def check_alike(one: RoundState, other: RoundState) -> None:
     assert torch.equal(one.text[:end], other.text[:end])
     new = int(one.log[0, 1])
     assert torch.equal(one.log[0, :2 + new], other.log[0, :2 + new]), (one.log, other.log)
-    for mine, theirs in zip(tensors(one)[4:], tensors(other)[4:]):
+    if new > 1:
+        assert torch.equal(one.kept, other.kept)
+    for mine, theirs in zip(tensors(one)[5:], tensors(other)[5:]):
         assert torch.equal(mine, theirs), (mine, theirs)
 
 
-def check_steps(seed: int, rows: int, length: int, assistant: bool) -> None:
+def check_steps(seed: int, rows: int, length: int, assistant: bool, branches: int = 1) -> None:
     pick = random.Random(seed)
     text = [pick.randrange(3 if seed % 2 else 50) for _ in range(length)]
-    plain, kernels = (state(text, rows, assistant, 2100) for _ in "ab")
+    plain, kernels = (state(text, rows, assistant, branches, 2100) for _ in "ab")
     vocab = 5000
     gen = torch.Generator().manual_seed(seed)
     for number in range(1, rows) if assistant else ():
@@ -61,13 +66,23 @@ def check_steps(seed: int, rows: int, length: int, assistant: bool) -> None:
     assert torch.equal(plain.found, kernels.found)
     assert torch.equal(plain.rows.tokens, kernels.rows.tokens), (plain.rows, kernels.rows)
     logits = torch.randn(rows, vocab, generator=gen)
-    for i, token in enumerate(plain.rows.tokens[1:, 0].tolist()):
-        if pick.random() < 0.7:
-            logits[i, token] = 9.0
+    branch, depth = pick.randrange(branches), (rows - 1) // branches
+    for i, token in enumerate(plain.rows.tokens[1 + branch * depth:][:depth, 0].tolist()):
+        if pick.random() < 0.8:
+            logits[i + branch * depth if i else 0, token] = 9.0
+    caches = [[tuple(torch.arange(2100 * 2 * 8.0).view(1, 2100, 2, 8).to(HALF).add_(n)
+                     for n in (0, 5)) for _ in range(3)] for _ in "ab"]
     for count in (rows, 1):                    # a round, and a plain step after it
         round_state.accept(plain, logits[:count])
         triton_round.accept(kernels, logits[:count])
         check_alike(plain, kernels)
+        if branches > 1 and count > 1:
+            for module, of, cache in zip((round_state, triton_round), (plain, kernels), caches):
+                module.move_branch(of, cache, torch.tensor([b.data_ptr() for pair in cache
+                                                            for b in pair]))
+            end = int(plain.length) - 1
+            assert all(torch.equal(a[:, :end], b[:, :end]) for pair in zip(*caches)
+                       for a, b in zip(*pair))
 
 
 @torch.no_grad()
@@ -104,6 +119,9 @@ def check_rounds(kind: str) -> None:
 if __name__ == "__main__":
     for seed in range(12):
         check_steps(seed, (5, 8, 2)[seed % 3], (9, 2, 1300, 40)[seed % 4], seed >= 6)
+    for seed in range(8):                      # a tree
+        check_steps(seed, (7, 9)[seed % 2], (40, 1300)[seed % 2], False, (2, 4)[seed // 2 % 2]
+                    if seed % 2 else 2)
     for kind in ("prompt_lookup", "assistant"):
         check_rounds(kind)
     print("all agree")

@@ -18,6 +18,7 @@ import models  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
 from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda.captured_rows import depths  # noqa: E402
 from layerzero.integrations.transformers.generation import round_state, rounds  # noqa: E402
 from layerzero.integrations.transformers.generation.pace import Pace  # noqa: E402
 from layerzero.integrations.transformers.generation.speculation import (  # noqa: E402
@@ -139,6 +140,33 @@ def test_whole_rounds_where_the_step_is_captured(name, kind, pace, ahead, monkey
     assert report.served == {"captured": 2 * 149} and not report.declined, str(report)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_captured_trees_keep_the_branch_that_the_model_chose(name, monkeypatch):
+    """The text comes back to a token that goes on otherwise: the later branch is right."""
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
+    monkeypatch.setattr(rounds, "MAX_WANTED", 32)
+    model = models.tiny(name, **long(name))
+    before = generate(model, max_new_tokens=60)[0].tolist()
+    # a copy of the text, and after it some of its tokens with others behind them
+    other = [t for i, token in enumerate(before[20:50:2]) for t in (token, (token + 7) % 90 + 5)]
+    ids = torch.tensor([[*before, *other, *before[:9]]])
+    wanted = generate(model, ids, max_new_tokens=60)
+    report = accelerate(model, measure=False, patch=False, capture=True, assistant="prompt_lookup")
+    speculation, moved = report._speculation, []
+    move = round_state.move_branch
+
+    def watched(state, *args):
+        moved.append(state.kept.tolist())
+        return move(state, *args)
+
+    monkeypatch.setattr(round_state, "move_branch", watched)
+    speculation.draft = Lookup(3, 2)
+    speculation.stats.pace = Always()
+    assert torch.equal(generate(model, ids, max_new_tokens=60), wanted)
+    assert not speculation.declined and speculation.stats.rounds == len(moved), str(report)
+    assert any(branch and accepted for branch, accepted in moved), moved
+
+
 @pytest.mark.parametrize("kind", ["lookup", "same"])
 def test_rounds_do_not_go_beyond_learned_positions(kind):
     model = models.tiny("gpt2")                # of 128, all of which the text has
@@ -205,20 +233,22 @@ def test_a_launch_that_gave_up_costs_no_token(monkeypatch):
     assert lost[2] not in report._step._captured._fixed[1]
 
 
+@pytest.mark.parametrize("branches", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_search_on_the_device_is_that_of_the_host(seed):
+def test_the_search_on_the_device_is_that_of_the_host(seed, branches):
     gen = torch.Generator().manual_seed(seed)
     text = torch.randint(0, 4 + 20 * (seed % 2), (1 + 7 * seed,), generator=gen)
 
     def inputs(count):
         return round_state.Inputs(torch.zeros((count, 1), dtype=torch.int64),
-                                  *(torch.zeros(count, dtype=torch.int64) for _ in "pl"))
+                                  *(torch.zeros(count, dtype=torch.int64) for _ in "pl"),
+                                  depths(count, branches) if count > 1 else torch.tensor([0]))
 
-    state = round_state.make_state(64, inputs(1), inputs(6))
+    state = round_state.make_state(64, inputs(1), inputs(1 + 5 * branches), branches=branches)
     state.start(text)
     round_state.lookup(state)
-    drafted = Lookup(5)(text, 99)[0].tolist()
-    assert state.rows.tokens[1:1 + int(state.found), 0].tolist() == drafted
+    drafted = Lookup(5, branches)(text, 99)[0].tolist()
+    assert state.rows.tokens[1:1 + int(state.found.sum()), 0].tolist() == drafted
 
 
 def paced(pace, tokens, round_us, plain_us=100.0, new=2000):

@@ -24,6 +24,8 @@ from .verified_rows import Rows
 class Draft:
     """A small model that proposes what comes next, greedily."""
 
+    branches = 1
+
     def __init__(self, model: Any, accelerated: Accelerated | None, count: int) -> None:
         self.model, self.count = model, count
         self._rows = None if accelerated is None else Rows(accelerated)
@@ -99,10 +101,7 @@ class Lookup:
     def __init__(self, count: int, branches: int = 1) -> None:
         self.count, self.branches = count, branches
 
-    @property
-    def on_device(self) -> bool:
-        """Can the search be a part of a captured round?"""
-        return self.branches == 1
+    on_device = True                           # the search can be a part of a captured round
 
     @property
     def steps(self) -> tuple[Accelerated, ...]:
@@ -134,7 +133,7 @@ class Lookup:
                         chains.append(chain)
                     if len(chains) == self.branches:
                         break
-            if chains:
+            if len(chains) == self.branches:
                 break
         tokens = torch.tensor([t for chain in chains for t in chain], dtype=ids.dtype,
                               device=ids.device)

@@ -40,11 +40,12 @@ Run = Callable[[], None]
 class RowsOf:
     """The buffers of one model's cache and its steps of one row and of several."""
 
-    def __init__(self, accelerated: Accelerated, buffers: FixedBuffers, count: int) -> None:
+    def __init__(self, accelerated: Accelerated, buffers: FixedBuffers, count: int,
+                 branches: int) -> None:
         self.accelerated, self.buffers, self.count = accelerated, buffers, count
-        self.plain = Inputs(*buffers.inputs)
-        self.rows = FixedRows(accelerated.step(count), accelerated.parts, buffers)
-        self.inputs = Inputs(*self.rows.inputs)
+        self.rows = FixedRows(accelerated.step(count), accelerated.parts, buffers, branches)
+        self.inputs = Inputs(*self.rows.inputs, self.rows.depths)
+        self.plain = Inputs(*buffers.inputs, self.rows.depths[:1])
 
     @property
     def room(self) -> int:
@@ -52,13 +53,15 @@ class RowsOf:
         return min(self.buffers.size, most_positions(self.accelerated))
 
     @staticmethod
-    def of(accelerated: Accelerated, buffers: FixedBuffers, count: int) -> RowsOf:
+    def of(accelerated: Accelerated, buffers: FixedBuffers, count: int,
+           branches: int = 1) -> RowsOf:
         """Returns those of these buffers, made once."""
-        known: RowsOf | None = buffers.loops.get(("rows", count))
+        key = "rows", count, branches
+        known: RowsOf | None = buffers.loops.get(key)
         step = accelerated.step(count)
         if known is None or known.rows.step is not step:
             try:
-                known = buffers.loops["rows", count] = RowsOf(accelerated, buffers, count)
+                known = buffers.loops[key] = RowsOf(accelerated, buffers, count, branches)
             except NoKernelFoundError as e:
                 raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
         return known
@@ -75,10 +78,13 @@ class Round:
 
     def __init__(self, model: RowsOf, assistant: RowsOf | None) -> None:
         self.model, self.assistant = model, assistant
-        room = model.buffers.size + model.count
-        self.state: RoundState = (
-            make_state(room, model.plain, model.inputs) if assistant is None else
-            make_state(room, model.plain, model.inputs, assistant.inputs, assistant.plain))
+        self.branches, room = model.rows.branches, model.buffers.size + model.count
+        more = () if assistant is None else (assistant.inputs, assistant.plain)
+        self.state: RoundState = make_state(room, model.plain, model.inputs, *more,
+                                            branches=self.branches)
+        self._addresses = torch.tensor(
+            [b.data_ptr() for pair in model.buffers.kv_buffers for b in pair],
+            device=self.state.text.device)
         self._kernels = kernels(self.state.text.device)
         self._replays: dict[bool, Run] = {True: self._verify, False: self._plain}
 
@@ -96,6 +102,8 @@ class Round:
                     logits = self.assistant.buffers._run()[:, -1]
                 self._kernels.choose(state, logits, number)
         self._kernels.accept(state, self.model.rows.run()[:, 0])
+        if self.branches > 1:
+            self._kernels.move_branch(state, self.model.buffers.kv_buffers, self._addresses)
 
     def capture(self, ids: Tensor) -> None:
         """Capture both, after the text `ids`. What they write comes after it."""
@@ -162,7 +170,8 @@ class DeviceRounds:
     def _enter(self) -> None:
         """Take buffers and graphs for the rounds that follow the tokens read so far."""
         text = self._text()
-        length, rows = len(text), self.draft.count + 1
+        length, branches = len(text), self.draft.branches
+        rows = branches * self.draft.count + 1
         self._leave()
         more = rows * (self.ahead + 2 + graphs.WARM_UPS)
         wanted = min(self.stops.most - length, MAX_WANTED) + more
@@ -173,10 +182,10 @@ class DeviceRounds:
         refused = step.grow(self.cache)
         if refused or step._captured is None:
             raise NotRecognised(refused or "no graph of its step")
-        key = "speculation", rows, assistant is not None
+        key = "speculation", rows, branches, assistant is not None
 
         def capture(fixed: FixedBuffers, _: int) -> None:
-            model, known = RowsOf.of(step, fixed, rows), fixed.loops.get(key)
+            model, known = RowsOf.of(step, fixed, rows, branches), fixed.loops.get(key)
             if known is None or known.model is not model or known.assistant is not assistant:
                 known = Round(model, assistant)
                 known.capture(text)

@@ -7,7 +7,7 @@ The weights are random, but for a head that makes a fixed permutation of the tok
 wide margins: the rounding of a step with more rows changes no token. Drafts are real, and wrong by
 construction: the assistant has another permutation for some tokens of the text, and the prompt, in
 which drafts are looked up, is a copy of the text with some tokens put in between. `--accept` is the
-share of all drafted tokens that is to be accepted; from it follows how often a token is right.
+share of all drafted tokens that is accepted; from it follows how many tokens are wrong.
 
 A round's overhead is what it takes beyond a plain step and, with an assistant, one of its plain
 steps for each drafted token.
@@ -69,17 +69,6 @@ def llama(shape: tuple[int, ...], following: torch.Tensor, dtype: torch.dtype, d
     return model
 
 
-def right_share(accepted: float, drafted: int) -> float:
-    """How often a token must be right for this share of the drafted tokens to be accepted: those
-    after a wrong one are not."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        share = sum(middle ** i for i in range(1, drafted + 1)) / drafted
-        low, high = (middle, high) if share < accepted else (low, middle)
-    return high
-
-
 class Text:
     """The text that the model writes, and drafts of it of which a share is right."""
 
@@ -94,25 +83,45 @@ class Text:
                 break
         self.tokens = tokens[:count + 1]
 
-    def _wrong(self, right: float) -> list[int]:
-        """The places of tokens that drafts have wrong, as many as there should be."""
+    def wrong(self, accepted: float, drafted: int) -> list[int]:
+        """The places after which drafts go wrong, so many that of rounds of `drafted` tokens this
+        share is accepted: those after a wrong one are not."""
         count = len(self.tokens) - 1
-        return sorted(random.Random(1).sample(range(count), round(count * (1 - right))))
+        order = random.Random(1).sample(range(count), count)
 
-    def assistant(self, right: float) -> torch.Tensor:
+        def share(places: set[int]) -> float:
+            at = rounds = right = 1                # the first token comes with the prompt
+            while at < count:
+                run = next((i for i in range(drafted) if at + i in places or at + i >= count),
+                           drafted)
+                at, rounds, right = at + run + 1, rounds + 1, right + run
+            return (right - 1) / (drafted * max(1, rounds - 1))
+
+        many = min(range(count + 1), key=lambda n: abs(share(set(order[:n])) - accepted))
+        return sorted(order[:many])
+
+    def assistant(self, wrong: list[int]) -> torch.Tensor:
         """What an assistant says after each token."""
         following = self.following.clone()
-        places = torch.tensor([self.tokens[i] for i in self._wrong(right)], dtype=torch.int64)
+        places = torch.tensor([self.tokens[i] for i in wrong], dtype=torch.int64)
         following[places] = following[places.roll(1)]
         return following
 
-    def copy(self, right: float) -> list[int]:
+    def ambiguous(self, wrong: list[int]) -> list[int]:
+        """A copy of the text, and then some places of it again, where it goes on otherwise."""
+        known = set(self.tokens)
+        spare = iter(t for t in range(3, self.vocab) if t not in known)
+        again = [t for i in wrong if i > 1
+                 for t in (*self.tokens[i - 2:i + 1], next(spare), next(spare))]
+        return [*self.tokens, *again, self.tokens[0]]
+
+    def copy(self, wrong: list[int]) -> list[int]:
         """The text with others between its tokens, and the first token again."""
-        wrong, known = set(self._wrong(right)), set(self.tokens)
+        places, known = set(wrong), set(self.tokens)
         spare = iter(t for t in range(3, self.vocab) if t not in known)
         tokens = []
         for i, token in enumerate(self.tokens):
-            tokens += [token, *([next(spare)] if i in wrong else [])]
+            tokens += [token, *([next(spare)] if i in places else [])]
         return [*tokens, self.tokens[0]]
 
 
@@ -167,7 +176,7 @@ class Benchmark:
         return torch.tensor([tokens], device=self.args.device)
 
     def plain(self) -> None:
-        prompt = self.prompt(self.text.copy(self.right(self.args.looked_up)))
+        prompt = self.prompt(self.text.copy(self.wrong(self.args.looked_up)))
         start = time.perf_counter()
         self.plain_us, out = token_us(self.model, prompt, self.args.new, self.args.repeats)
         right = out[0, prompt.shape[1]:].tolist() == self.text.tokens[1:]
@@ -179,16 +188,16 @@ class Benchmark:
               flush=True)
         self.found["plain"] = {"token_us": self.plain_us, "the_text": right}
 
-    def right(self, drafted: int) -> float:
-        return self.args.right or right_share(self.args.accept, drafted)
+    def wrong(self, drafted: int) -> list[int]:
+        return self.text.wrong(self.args.accept, drafted)
 
     def speculation(self, name: str, draft: Any, drafted: int, prompt: torch.Tensor,
-                    assistant_us: float = 0.0) -> None:
+                    assistant_us: float = 0.0, branches: int = 1) -> None:
         """Time rounds alone, and then what generate() makes of them."""
         start = time.perf_counter()
         _speculate(self.report, draft, None)
         speculation = self.report._speculation
-        speculation.draft.count = drafted
+        speculation.draft.count, speculation.draft.branches = drafted, branches
         if self.args.profile:
             profiled(f"first generate() with {name}", lambda: seconds(self.model, prompt, 8), 24)
         timed = {}
@@ -209,14 +218,14 @@ class Benchmark:
                "accepted": stats.accepted / max(1, stats.drafted), "drafted": drafted,
                "round_us": round_us, "round_us_on_device": stats.pace.round_us,
                "overhead_us": overhead, "assistant_us": assistant_us, "same_tokens": same,
-               "declined": dict(speculation.declined), "words": str(speculation.stats)}
+               "uncaptured": dict(stats.uncaptured), "words": str(speculation.stats)}
         self.found[name] = row
         print(f"{name:24} {us:8.0f} us a token  {1e6 / us:8.1f} tokens/s  {row['gain']:5.2f} x, "
               f"as generate() chooses {row['chosen_gain']:5.2f} x; {row['accepted']:.0%} of "
               f"{drafted} accepted, {tokens:.2f} tokens a round, a round {round_us:.0f} us "
               f"({stats.pace.round_us or 0:.0f} by events), {round_us / self.plain_us:.2f} plain "
               f"steps, overhead {overhead:.0f} us, {'same tokens' if same else 'OTHER TOKENS'} "
-              f"{row['declined'] or ''} ({time.perf_counter() - start:.1f} s)", flush=True)
+              f"{row['uncaptured'] or ''} ({time.perf_counter() - start:.1f} s)", flush=True)
         self.drop()
 
     def drop(self) -> None:
@@ -245,19 +254,25 @@ class Benchmark:
         args = self.args
         self.plain()
         if "lookup" in args.beside:
-            prompt = self.prompt(self.text.copy(self.right(args.looked_up)))
+            prompt = self.prompt(self.text.copy(self.wrong(args.looked_up)))
             self.speculation("lookup", "prompt_lookup", args.looked_up, prompt)
         if "assistant" in args.beside:
             assistant = llama(self.assistant_shape,
-                              self.text.assistant(self.right(args.drafted)), self.dtype,
+                              self.text.assistant(self.wrong(args.drafted)), self.dtype,
                               args.device)
-            start, prompt = time.perf_counter(), self.prompt(self.text.copy(1.0)[-32:])
+            start, prompt = time.perf_counter(), self.prompt(self.text.copy([])[-32:])
             with lz.accelerate(assistant, measure=False):
                 made = time.perf_counter() - start
                 assistant_us = token_us(assistant, prompt, args.new, args.repeats)[0]
                 print(f"{'assistant, plain steps':24} {assistant_us:8.0f} us a token, accelerated "
                       f"in {made:.1f} s")
                 self.speculation("assistant", assistant, args.drafted, prompt, assistant_us)
+        if "tree" in args.beside:              # three tokens of two places, or seven of the latest
+            prompt = self.prompt(self.text.ambiguous(random.Random(2).sample(
+                range(args.new), args.new * 3 // 4)))
+            self.speculation("lookup, ambiguous", "prompt_lookup", args.looked_up, prompt)
+            self.speculation("lookup, tree", "prompt_lookup", args.looked_up // 2, prompt,
+                             branches=2)
         if "nothing" in args.beside:           # drafts that are always wrong
             prompt = self.prompt([token for pair in zip(self.text.tokens, range(
                 self.text.vocab - 1, 0, -1)) for token in pair] + self.text.tokens[:1])
@@ -274,7 +289,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--accept", type=float, default=0.7, help="share of drafts to be accepted")
-    parser.add_argument("--right", type=float, help="instead: how often a token is right")
     parser.add_argument("--drafted", type=int, default=4, help="by the assistant, in a round")
     parser.add_argument("--looked-up", type=int, default=7)
     parser.add_argument("--new", type=int, default=128)
@@ -282,7 +296,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="and where the time goes")
     parser.add_argument("--json", help="where the figures are written")
     parser.add_argument("--beside", nargs="*", default=["lookup", "assistant", "nothing"],
-                        choices=("lookup", "assistant", "nothing"))
+                        choices=("lookup", "assistant", "nothing", "tree"))
     args = parser.parse_args()
     start = time.perf_counter()
     Benchmark(args).run()

@@ -19,6 +19,7 @@ import models  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
 from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.cuda.captured_rows import depths  # noqa: E402
+from layerzero.integrations.transformers.decoding.planning import Binder  # noqa: E402
 from layerzero.integrations.transformers.generation import round_state, rounds  # noqa: E402
 from layerzero.integrations.transformers.generation.pace import Pace  # noqa: E402
 from layerzero.integrations.transformers.generation.speculation import (  # noqa: E402
@@ -136,13 +137,16 @@ def test_whole_rounds_where_the_step_is_captured(name, kind, pace, ahead, monkey
         speculation.stats = done = SpeculationStats(pace=pace())
         assert torch.equal(generate(model, max_new_tokens=150), before)
         assert done.tokens == 150 and done.rounds and bool(done.steps) == (pace is Turns)
-        assert (kind == "same") == (done.accepted == done.drafted) and not speculation.declined
+        assert (kind == "same") == (done.accepted == done.drafted) and not done.uncaptured
     assert report.served == {"captured": 2 * 149} and not report.declined, str(report)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_captured_trees_keep_the_branch_that_the_model_chose(name, monkeypatch):
+@pytest.mark.parametrize("name, paged", [("llama", True), ("llama", False), ("gpt2", True),
+                                         ("mixtral", True)])
+def test_captured_trees_keep_the_branch_that_the_model_chose(name, paged, monkeypatch):
     """The text comes back to a token that goes on otherwise: the later branch is right."""
+    if not paged:
+        without_pages(monkeypatch)
     monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
     monkeypatch.setattr(rounds, "MAX_WANTED", 32)
     model = models.tiny(name, **long(name))
@@ -163,7 +167,7 @@ def test_captured_trees_keep_the_branch_that_the_model_chose(name, monkeypatch):
     speculation.draft = Lookup(3, 2)
     speculation.stats.pace = Always()
     assert torch.equal(generate(model, ids, max_new_tokens=60), wanted)
-    assert not speculation.declined and speculation.stats.rounds == len(moved), str(report)
+    assert not speculation.stats.uncaptured and speculation.stats.rounds == len(moved), str(report)
     assert any(branch and accepted for branch, accepted in moved), moved
 
 
@@ -175,8 +179,8 @@ def test_rounds_do_not_go_beyond_learned_positions(kind):
                         assistant=copy.deepcopy(model) if kind == "same" else "prompt_lookup")
     report._speculation.stats.pace = Always()
     assert torch.equal(generate(model, max_new_tokens=119), before)
-    assert list(report._speculation.declined) == [
-        "rounds of the host: its learned positions end soon"], str(report)
+    assert list(report._speculation.stats.uncaptured) == ["its learned positions end soon"]
+    assert "not captured in 1 texts: its learned positions end soon" in str(report)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "same"])
@@ -209,7 +213,7 @@ def test_captured_rounds_stop_where_the_text_does(kind):
     assert torch.equal(result.sequences, before) and seen == [*before[0].tolist(), "end"]
     assert asked == wanted[:len(asked)] and len(asked) >= len(wanted) - 1
     assert result.past_key_values.get_seq_length() == before.shape[1] - 1
-    assert report._speculation.stats.rounds and not report._speculation.declined
+    assert report._speculation.stats.rounds and not report._speculation.stats.uncaptured
     with torch.no_grad():                      # what is in the cache is that of the text
         fresh = model(before[:, :-1], use_cache=True).past_key_values
     for mine, theirs in zip(result.past_key_values.layers, fresh.layers):
@@ -399,18 +403,20 @@ def test_in_a_cuda_graph(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["lookup", "same", "other"])
+@pytest.mark.parametrize("kind", ["lookup", "tree", "same", "other"])
 def test_whole_rounds_in_a_cuda_graph(kind):
     """float32: the tokens are those of plain steps, exactly."""
     model, ids = models.tiny("llama").cuda(), models.tokens(1, 9).cuda()
     before = generate(model, ids, max_new_tokens=64)
-    draft = draft_for(model, "llama", kind)
+    draft = draft_for(model, "llama", "lookup" if kind == "tree" else kind)
     report = accelerate(model, measure=False, patch=False,
                         assistant=draft if isinstance(draft, str) else draft.cuda())
+    if kind == "tree":
+        report._speculation.draft.count, report._speculation.draft.branches = 3, 2
     for pace in (Always, Turns, Pace):
         report._speculation.stats = SpeculationStats(pace=pace())
         assert torch.equal(generate(model, ids, max_new_tokens=64), before), str(report)
-    assert not report._speculation.declined, str(report)
+        assert not report._speculation.stats.uncaptured, str(report)
 
 
 @pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
@@ -421,21 +427,23 @@ def test_the_device_kernels_agree_in_the_interpreter():
     assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_torch_over_all_of_a_buffer_is_what_the_pages_give(window, monkeypatch):
-    """Where no kernel of pages can be captured, as for float32 on a GPU."""
-    from layerzero.integrations.transformers.decoding.decode_step import DecodeStep
-
-    bind = DecodeStep.__init__.__globals__["Binder"].__call__
+def without_pages(monkeypatch):
+    """Let there be no kernel of pages, as for float32 on a GPU."""
+    bind = Binder.__call__
 
     def none(self, what, op, *tensors, **fixed):
         if op == "paged_attention":
             raise NoKernelFoundError("no kernel")
         return bind(self, what, op, *tensors, **fixed)
 
+    monkeypatch.setattr(Binder, "__call__", none)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torch_over_all_of_a_buffer_is_what_the_pages_give(window, monkeypatch):
     model = models.tiny("mistral", sliding_window=window)
     before = generate(model)
-    monkeypatch.setattr(DecodeStep.__init__.__globals__["Binder"], "__call__", none)
+    without_pages(monkeypatch)
     report = accelerate(model, measure=False, patch=False, capture=True,
                         assistant=None if window else "prompt_lookup")
     if window is None:

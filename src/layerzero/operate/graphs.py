@@ -282,6 +282,21 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
                    tuple(problems))
 
 
+@contextmanager
+def small_heap() -> Iterator[None]:
+    """Lets collections inside look at new objects alone. Every attempt collects garbage first, and
+    a process with a model in it has so many objects that this takes longer than the capture."""
+    if gc.get_freeze_count():                  # ours already, or the caller's own
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _memory() -> tuple[int, int, dict[int, Any]]:
     free, _ = torch.cuda.mem_get_info()
     return free, torch.cuda.memory_reserved(), {s["address"]: s

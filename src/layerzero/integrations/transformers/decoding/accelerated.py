@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ....machine import faults
+from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.event import Fallback
 from ....world import events
@@ -135,7 +136,8 @@ class Accelerated:
     def _new_step(self, batch: int) -> DecodeStep:
         if self._captured is not None:
             try:
-                return DecodeStep(self.parts, self.layers, batch, True)
+                with graphs.small_heap():      # its kernels are raced in graphs
+                    return DecodeStep(self.parts, self.layers, batch, True)
             except NoKernelFoundError as e:              # of those that may be in a graph
                 self.declined[f"served without a graph: {e}"] += 1
                 self._captured = None

@@ -79,9 +79,10 @@ class Round:
     def __init__(self, model: RowsOf, assistant: RowsOf | None) -> None:
         self.model, self.assistant = model, assistant
         self.branches, room = model.rows.branches, model.buffers.size + model.count
-        more = () if assistant is None else (assistant.inputs, assistant.plain)
-        self.state: RoundState = make_state(room, model.plain, model.inputs, *more,
-                                            branches=self.branches)
+        pair, single = ((None, None) if assistant is None
+                        else (assistant.inputs, assistant.plain))
+        self.state: RoundState = make_state(room, model.plain, model.inputs, pair, single,
+                                            self.branches)
         self._addresses = torch.tensor(
             [b.data_ptr() for pair in model.buffers.kv_buffers for b in pair],
             device=self.state.text.device)
@@ -154,7 +155,7 @@ class DeviceRounds:
                     continue
                 self._read()
         except NotRecognised as why:
-            self.of.declined[f"rounds of the host: {why}"] += 1
+            self.of.stats.uncaptured[str(why)] += 1
             if isinstance(why, Uncapturable):
                 self.of.uncapturable = str(why)
         except _GaveUp:

@@ -51,6 +51,7 @@ class SpeculationStats:
     tokens: int = 0                            # in all
     steps: int = 0                             # plain ones, in the place of rounds
     pace: Pace = field(default_factory=Pace, repr=False)
+    uncaptured: Counter[str] = field(default_factory=Counter)  # texts, by why rounds were not
 
     def add(self, speculated: bool, drafted: int, accepted: int, tokens: int) -> None:
         self.tokens += tokens
@@ -73,7 +74,8 @@ class SpeculationStats:
                       f"rounds are {pace.gain:.2f} times as fast")
         if pace.pauses:
             words += f"; plain steps took over {pace.pauses} times"
-        return words
+        return words + "".join(f"; rounds not captured in {n} texts: {why}"
+                               for why, n in self.uncaptured.items())
 
 
 class Speculation:

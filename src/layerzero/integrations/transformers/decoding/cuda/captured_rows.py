@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .....operate import graphs
 from .....spec.errors import NoKernelFoundError
@@ -64,12 +65,33 @@ class FixedRows:
                                  self._table, self._lengths, scale=bound.scale,
                                  softcap=bound.softcap)
         except NoKernelFoundError:             # as in captured.py
-            if bound.softcap or self.branches > 1:
+            if bound.softcap:
                 raise
+            if self.branches > 1:
+                return self._whole_tree(layer)
             whole = whole_buffers(self.step, layer, *self.buffers.kv_buffers[layer])
             return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
                 0, 1)
         return lambda query: run(query, *pages, self._table, self._lengths)
+
+    def _whole_tree(self, layer: int) -> Any:
+        """Returns torch's attention over all of the buffers, of which each row sees its part."""
+        scale, size = self.step.layers[layer].scale, self.buffers.size
+        keys, values = (b.transpose(1, 2) for b in self.buffers.kv_buffers[layer])
+        after = torch.arange(size, device=keys.device)
+        mine = torch.zeros((len(self._order), len(self._order)), dtype=torch.bool,
+                           device=keys.device)
+        for row, depth in enumerate(self.depths.tolist()):
+            mine[row, self._seen[row, :depth + 1]] = True
+
+        def run(rows: Tensor) -> Tensor:
+            place = after - self._position[:1]
+            seen = (place < 0) | ((place < len(mine)) & mine[:, place.clamp(0, len(mine) - 1)])
+            return F.scaled_dot_product_attention(
+                rows.transpose(0, 1)[None], keys, values, seen[None, None], scale=scale,
+                enable_gqa=True)[0].transpose(0, 1)
+
+        return run
 
     def attend(self, layer: int, qk: Tensor, value: Tensor) -> Tensor:
         keys, values = self.buffers.kv_buffers[layer]

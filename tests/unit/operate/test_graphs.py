@@ -7,6 +7,7 @@ The captures themselves are in tests/device/test_graphs_gpu.py.
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -284,3 +285,29 @@ def test_a_certificate_reaches_selection(tmp_path, monkeypatch):
         reasons = lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id)
     assert [r.code for r in reasons] == [UNSAFE]
     assert lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id) == ()
+
+
+@pytest.fixture
+def thawed():
+    """Tests run with what was imported before them frozen."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
+def test_collections_of_a_small_heap_look_at_new_objects(thawed):
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+    with graphs.small_heap():
+        assert gc.get_freeze_count() > 1000
+        made = weakref.ref(Cycle())
+        gc.collect()
+        assert made() is None                  # what is new is collected as ever
+        with graphs.small_heap():
+            pass
+        assert gc.get_freeze_count()           # the outer one is not over
+    assert not gc.get_freeze_count()

@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import chain, repeat
 from operator import contains, is_
 from typing import Any
@@ -135,8 +136,10 @@ class Accelerated:
 
     def _new_step(self, batch: int) -> DecodeStep:
         if self._captured is not None:
+            # on a device its kernels are raced in graphs
+            heap = graphs.small_heap() if self.parts.weights.is_cuda else nullcontext()
             try:
-                with graphs.small_heap():      # its kernels are raced in graphs
+                with heap:
                     return DecodeStep(self.parts, self.layers, batch, True)
             except NoKernelFoundError as e:              # of those that may be in a graph
                 self.declined[f"served without a graph: {e}"] += 1

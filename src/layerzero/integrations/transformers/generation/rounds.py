@@ -196,7 +196,6 @@ class DeviceRounds:
                                     wanted=wanted, capture=capture)
         self._round = fixed.loops[key]
         self._round.state.start(text)
-        fixed.length = -1
         self._issued, self._before = 0, None
         self._known, self._behind = length - 2, False
 
@@ -214,7 +213,8 @@ class DeviceRounds:
             return
         for layer in self.cache.layers:
             layer.set_end(self.count - 1)
-        self._round.model.buffers.length = -1
+        for m in self._models():
+            m.buffers.length = -1              # what the device counts is not known
         self.draft.leave(self._known)
         self._round = None
 

@@ -8,9 +8,7 @@ there. triton_round.py has the same functions in fewer launches.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,14 +152,3 @@ def move_branch(state: RoundState, buffers: list[tuple[Tensor, Tensor]], address
     places = state.length - 1 - accepted + torch.arange(state.depth, device=state.text.device)
     for buffer in (b for pair in buffers for b in pair):
         buffer.index_copy_(1, places, buffer.index_select(1, places + branch * state.depth))
-
-
-def kernels(device: torch.device) -> Any:
-    """Returns the functions above, as kernels where Triton can compile them."""
-    if device.type == "cuda":
-        try:
-            from . import triton_round
-            return triton_round
-        except ImportError:
-            pass
-    return sys.modules[__name__]

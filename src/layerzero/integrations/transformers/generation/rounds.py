@@ -27,8 +27,9 @@ from ..decoding.accelerated import Accelerated
 from ..decoding.cuda import persistent
 from ..decoding.cuda.captured import COMPILE_SECONDS, FixedBuffers, Uncapturable
 from ..decoding.cuda.captured_rows import FixedRows
+from . import round_state
 from .loop import _side_stream
-from .round_state import SLOTS, Inputs, RoundState, kernels, make_state
+from .round_state import SLOTS, Inputs, RoundState, make_state
 from .stops import Stops
 
 # rounds that are enqueued beyond the one that is read: one takes longer than the host needs
@@ -71,6 +72,17 @@ def most_positions(accelerated: Accelerated) -> int:
     parts = accelerated.parts
     return (1 << 62 if parts.positions is None
             else parts.positions.num_embeddings - parts.first_position)
+
+
+def kernels(device: torch.device) -> Any:
+    """Returns the steps of round_state.py, as kernels where Triton can compile them."""
+    if device.type == "cuda":
+        try:
+            from . import triton_round
+            return triton_round
+        except ImportError:
+            pass
+    return round_state
 
 
 class Round:

@@ -287,27 +287,26 @@ def test_a_certificate_reaches_selection(tmp_path, monkeypatch):
     assert lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id) == ()
 
 
-@pytest.fixture
-def thawed():
-    """Tests run with what was imported before them frozen."""
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    yield
-    if frozen:
-        gc.freeze()
-
-
-def test_collections_of_a_small_heap_look_at_new_objects(thawed):
+def test_attempts_of_one_race_share_a_collection(monkeypatch):
     class Cycle:
         def __init__(self):
             self.me = self
 
-    with graphs.small_heap():
-        assert gc.get_freeze_count() > 1000
-        made = weakref.ref(Cycle())
-        gc.collect()
-        assert made() is None                  # what is new is collected as ever
-        with graphs.small_heap():
+    collections, collect = [], gc.collect
+    monkeypatch.setattr(graphs.gc, "collect", lambda: collections.append(collect()))
+    before = weakref.ref(Cycle())
+    with graphs.collected_once():
+        assert before() is None and len(collections) == 1
+        later = weakref.ref(Cycle())
+        with graphs.collected_once():
             pass
-        assert gc.get_freeze_count()           # the outer one is not over
-    assert not gc.get_freeze_count()
+        [[] for _ in range(5000)]              # nor does it happen by itself, amid a capture
+        assert later() is not None and not gc.isenabled() and len(collections) == 1
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with graphs.collected_once():
+            pass
+        assert not gc.isenabled()              # a caller's own choice stays
+    finally:
+        gc.enable()

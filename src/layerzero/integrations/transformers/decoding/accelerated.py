@@ -137,9 +137,9 @@ class Accelerated:
     def _new_step(self, batch: int) -> DecodeStep:
         if self._captured is not None:
             # on a device its kernels are raced in graphs
-            heap = graphs.small_heap() if self.parts.weights.is_cuda else nullcontext()
+            once = graphs.collected_once() if self.parts.weights.is_cuda else nullcontext()
             try:
-                with heap:
+                with once:
                     return DecodeStep(self.parts, self.layers, batch, True)
             except NoKernelFoundError as e:              # of those that may be in a graph
                 self.declined[f"served without a graph: {e}"] += 1

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -243,7 +244,8 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     overlap = overlap and bool(replay.waiting)
     cuda_graph = torch.cuda.CUDAGraph(keep_graph=True) if overlap else torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()
-    gc.collect()
+    if not _collected.get():
+        gc.collect()
     torch.cuda.empty_cache()
     # torch keeps generator state there, outside of any pool; `pin`
     with torch.cuda.stream(side):
@@ -280,6 +282,27 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
                  "stream that is not captured")] if outside else [])
     return Attempt(cuda_graph, result, since(before), pool_bytes, free - free_after,
                    tuple(problems))
+
+
+_collected: ContextVar[bool] = ContextVar("layerzero_collected", default=False)
+
+
+@contextmanager
+def collected_once() -> Iterator[None]:
+    """Attempts inside do not collect garbage each: it is done once here, and then not at all until
+    the end. In a process with a model in it a collection takes longer than a capture."""
+    if _collected.get():
+        yield
+        return
+    gc.collect()
+    enabled, token = gc.isenabled(), _collected.set(True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+        if enabled:
+            gc.enable()
 
 
 def _memory() -> tuple[int, int, dict[int, Any]]:

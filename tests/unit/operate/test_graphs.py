@@ -7,6 +7,7 @@ The captures themselves are in tests/device/test_graphs_gpu.py.
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -284,3 +285,28 @@ def test_a_certificate_reaches_selection(tmp_path, monkeypatch):
         reasons = lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id)
     assert [r.code for r in reasons] == [UNSAFE]
     assert lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id) == ()
+
+
+def test_attempts_of_one_race_share_a_collection(monkeypatch):
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+    collections, collect = [], gc.collect
+    monkeypatch.setattr(graphs.gc, "collect", lambda: collections.append(collect()))
+    before = weakref.ref(Cycle())
+    with graphs.collected_once():
+        assert before() is None and len(collections) == 1
+        later = weakref.ref(Cycle())
+        with graphs.collected_once():
+            pass
+        [[] for _ in range(5000)]              # nor does it happen by itself, amid a capture
+        assert later() is not None and not gc.isenabled() and len(collections) == 1
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with graphs.collected_once():
+            pass
+        assert not gc.isenabled()              # a caller's own choice stays
+    finally:
+        gc.enable()

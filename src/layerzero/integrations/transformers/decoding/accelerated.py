@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import chain, repeat
 from operator import contains, is_
 from typing import Any
@@ -25,6 +26,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ....machine import faults
+from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.event import Fallback
 from ....world import events
@@ -134,8 +136,11 @@ class Accelerated:
 
     def _new_step(self, batch: int) -> DecodeStep:
         if self._captured is not None:
+            # on a device its kernels are raced in graphs
+            once = graphs.collected_once() if self.parts.weights.is_cuda else nullcontext()
             try:
-                return DecodeStep(self.parts, self.layers, batch, True)
+                with once:
+                    return DecodeStep(self.parts, self.layers, batch, True)
             except NoKernelFoundError as e:              # of those that may be in a graph
                 self.declined[f"served without a graph: {e}"] += 1
                 self._captured = None

@@ -170,6 +170,11 @@ class FixedBuffers:
         """The buffer from which the step reads its token, (batch, 1)."""
         return self._step_input
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a step reads its tokens (batch, 1), how many come before, (1,), and with each."""
+        return self._step_input, self._position, self._lengths
+
     def go_to(self, length: int) -> None:
         """Let the next token be the one after `length` others."""
         if self.length != length:

@@ -22,28 +22,30 @@ from .....backends.cuda import compiler
 from .....backends.cuda.attention import token
 from .....backends.cuda.linear import rows
 from .....backends.triton import gemv
-from .....backends.triton.attention.decode import launch
+from .....backends.triton.attention.decode import MAX_ROWS, launch
 from .....backends.triton.dependent import wait_for_previous, waits
 from .....backends.triton.gated import gate
 from .....backends.triton.launch import Launcher
 
-__all__ = ["attend", "attend_token", "attention_kernel", "gate", "gated", "in_float32"]
+__all__ = ["MAX_ROWS", "attend", "attend_rows", "attend_token", "attention_kernel", "gate", "gated",
+           "in_float32"]
 Run = Callable[..., Any]
 ONE_LAUNCH = "cuda.attention_token, with rope and cache in one launch"
+ROWS = "triton.attention_decode of all rows, after rope and cache in one launch"
 TWO_LAUNCHES = "triton.attention_decode, after rope and cache in one launch"
 
 
 @triton.jit
 def _rotate_and_store_kernel(
     both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row,
-    both_head, value_row, value_head, room_row, room_token,
+    both_head, value_row, value_head, room_row, room_token, position_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     HALF_POW: tl.constexpr, REST_POW: tl.constexpr, DIM_POW: tl.constexpr, WAIT: tl.constexpr,
 ):
     """One program for each head of one token: queries first, then keys, then values."""
     wait_for_previous(WAIT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(position_ptr)
+    position = tl.load(position_ptr + row * position_row)
     if head < HEADS + KV_HEADS:
         source = both_ptr + row * both_row + head * both_head
         if head < HEADS:
@@ -80,12 +82,12 @@ _rotate_and_store = Launcher(_rotate_and_store_kernel)
 def rotate_and_store(qk: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
                      values: Tensor) -> Tensor:
     """Rotate queries and keys; return the queries (batch, heads, dim), write keys and values into
-    the buffers at `position`.
+    the buffers at `position`, (1,) or one for each row.
 
     qk: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
     last dimensions dense.
     angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values:
-    (batch, room, kv_heads, dim), contiguous and alike.
+    (batch, room, kv_heads, dim), contiguous and alike, or those of one text for all rows.
     """
     batch, _, rotated, dim = qk.shape
     kv_heads = value.shape[2]
@@ -93,7 +95,8 @@ def rotate_and_store(qk: Tensor, value: Tensor, angles: Tensor, position: Tensor
     query = torch.empty((batch, heads, dim), dtype=qk.dtype, device=qk.device)
     _rotate_and_store((batch, rotated + kv_heads), (
         qk, value, angles, position, query, keys, values, qk.stride(0), qk.stride(2),
-        value.stride(0), value.stride(2), keys.stride(0), keys.stride(1)), {
+        value.stride(0), value.stride(2), keys.stride(0) if len(keys) == batch else 0,
+        keys.stride(1), 1 if len(position) > 1 else 0), {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF": half,
         "HALF_POW": triton.next_power_of_2(half),
         "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)),
@@ -138,6 +141,20 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
            (query.stride(0), query.stride(1), 0), strides(keys), strides(values),
            (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
            else -1, -1, True, lengths=lengths)
+    return out
+
+
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, scale: float,
+                softcap: float = 0.0) -> Tensor:
+    """Attention of tokens (rows, heads, dim) that are the last of the `length` (1,) in the buffers
+    of one text, each over those up to itself: what they have in common is read once."""
+    rows, heads, dim = query.shape
+    capacity, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
+    out = torch.empty((rows, heads, dim_v), dtype=query.dtype, device=query.device)
+    launch(query, keys, values, out, None, (1, heads, kv_heads, rows, capacity, dim, dim_v),
+           (0, query.stride(1), query.stride(0)), (0, keys.stride(2), keys.stride(1)),
+           (0, values.stride(2), values.stride(1)), (0, out.stride(1), out.stride(0)), (0, 0, 0),
+           scale, softcap, -1, 0, True, lengths=length)
     return out
 
 

@@ -266,6 +266,23 @@ def test_a_launch_that_gives_up_is_done_again_by_the_kernels(stock, how, monkeyp
     assert [e.served_by for e in seen if type(e).__name__ == "Fallback"] == ["a graph of kernels"]
 
 
+def test_buffers_that_gave_up_after_their_text_serve_no_other(stock, monkeypatch):
+    model, ids, made = copy.deepcopy(stock), prompt(2), []
+
+    def faster(step, parts, rooms, angles, inputs, state, by_kernels):
+        made.append(Tired(by_kernels.__self__, 1000)) if not made else None
+        return None if step in generation.persistent._lost else made[0]
+
+    accelerate(model, measure=False, capture=True)
+    monkeypatch.setattr(captured.persistent, "faster", faster)
+    model.forward._captured.forget(2)
+    first = generate(model, ids, 10)
+    made[0].given_up = True                    # a launch beyond its last token
+    assert torch.equal(generate(model, ids, 10), first)
+    assert made[0].fixed not in model.forward._captured._fixed[2]
+    assert made[0].left > 900 and first.tolist() == generate(stock, ids, 10).tolist()
+
+
 def test_a_draw_by_lz_sample_has_the_same_probabilities(stock, monkeypatch):
     """Chi-square of two samples, with seeds that are fixed: there is nothing that could differ."""
     monkeypatch.setattr(generation, "draws_without_sort", lambda like: True)

@@ -326,6 +326,9 @@ class CapturedSteps:
     def _free(self, step: DecodeStep, known: list[FixedBuffers], length: int, embeds: bool,
               new_tokens: int, wanted: int) -> FixedBuffers:
         least = length + new_tokens
+        for lost in [f for f in known if f.owner() is None and f.gave_up()]:
+            persistent.report_timeout(lost.step)           # in a step whose token nobody asked for
+            known.remove(lost)
         if len(known) >= MAX_CACHES:           # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size >= least]
         fixed = next((f for f in known if f.owner() is None and f.size >= least

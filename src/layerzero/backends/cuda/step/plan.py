@@ -160,7 +160,6 @@ class WordOffsets(NamedTuple):
 
     QKV_AT: int
     PARTS_AT: int
-    SUMS_AT: int
     ATTENTION_AT: int
     MIDDLE_AT: int
     INNER_AT: int
@@ -170,7 +169,7 @@ class WordOffsets(NamedTuple):
 
 def word_offsets(shape: Shape, splits: int) -> WordOffsets:
     queries = shape.batch * shape.heads
-    many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2, queries * splits,
+    many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2,
             queries * shape.dim // 2, shape.batch * shape.hidden, shape.batch * shape.inner // 2,
             shape.batch * shape.hidden)
     starts = [0]

@@ -55,7 +55,7 @@ constexpr int TEAM = CODED ? 2 : 1, TEAMS = WARPS / TEAM;  // warps that share a
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
 constexpr bool BOXES = DIM % 64 == 0;
 constexpr int CACHED = TOKENS * (BOXES ? 2 * DIM : PITCH), MAPS = (CODES ? 4 : 0) + (BOXES ? 2 : 0);
-constexpr int PIECE = 8, PIECES = DIM / 2 / PIECE, MERGES = BATCH * HEADS * PIECES;    // words of a head that a warp merges
+constexpr int PIECE = 4, PIECES = DIM / 4 / PIECE, MERGES = BATCH * HEADS * PIECES;    // words of a head that a warp merges
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }

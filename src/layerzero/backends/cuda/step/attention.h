@@ -123,8 +123,12 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
 
 // Four values of a head; all lanes call it
 FN void post_attention(u64* words, int query, int quad, const float (&v)[4], u32 tag, bool wanted) {
+#if CODES
+    post_fours(words + ATTENTION_AT + (query * (DIM / 4) + quad) / 2 * 2, v, tag, wanted);
+#else
     u64* to = words + ATTENTION_AT + query * (DIM / 2) + 2 * quad;
     if (wanted) post(to, word(pack2<true>(v[0], v[1]), tag)), post(to + 1, word(pack2<true>(v[2], v[3]), tag));
+#endif
 }
 
 FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* words, u32 tag, const Params& p) {
@@ -152,7 +156,7 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
                 return of + 2 * (unit < QUERIES || last ? unit : 0);
             },
-            tag, [=](int unit, Words v, int) {
+            HaveTag{tag}, [=](int unit, Words v, int) {
                 at.raw[2 * unit] = bits_float(u32(v.x)), at.raw[2 * unit + 1] = bits_float(u32(v.y));
             });
         sync_first(THREADS);

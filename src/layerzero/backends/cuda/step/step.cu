@@ -400,8 +400,8 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
-            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
-            else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
+            else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
+            else load_values<INNER>(words + INNER_AT, tag, odd_x());
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;

@@ -197,6 +197,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 32 + 4 * shape.batch * cfg.warps
+              + 2 * (_CODED if shape.codes else _LAYER).size
               + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)

@@ -77,7 +77,8 @@ FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stag
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
-FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
+FN Layer* layer(int number) { return (Layer*)(shared() + BARRIERS_AT + 16 * STAGES + 16) + number % 2; }
+FN float* sums() { return (float*)(layer(0) + 2); }  // BATCH x WARPS
 // For products with codes (codes.h)
 constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
 FN float* code_sums() { return sums() + (BATCH * WARPS + 3) / 4 * 4; }
@@ -121,9 +122,16 @@ FN bool in_vain(const Watch& watch, int& spins) {
     return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
 }
 
-FN void wait_watching(u64* mbarrier, u32 parity, const Watch& watch) {
+// Not inlined, as there are many of them
+OUTLINE void wait_longer(u64* mbarrier, u32 parity, u32* control, u32* problem, u64 start, u64 limit) {
+    const Watch watch = {control, problem, start, limit};
     int spins = 0;
     while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
+}
+
+FN void wait_watching(u64* mbarrier, u32 parity, const Watch& watch) {
+    if (!mbarrier_passed(mbarrier, parity))
+        wait_longer(mbarrier, parity, watch.control, watch.problem, watch.start, watch.limit);
 }
 
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
@@ -387,21 +395,25 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
         Consumer work = {0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
-        Layer at = p.layers[0], following = at;    // the next one is asked for early
+        constexpr int UNITS = sizeof(Layer) / 16;  // of which one is a thread's
+        static_assert(UNITS <= 32, "one warp keeps the layers' pointers");
+        if (thread() < UNITS) store4((Four*)layer(0) + thread(), load4((const Four*)p.layers + thread()));
+        sync_first(THREADS);
         ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
             const int part = n & 3, l = n / 4;
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
-            if (part == 0) {
-                at = following;
-                following = p.layers[min_int(l + 1, p.layer_count - 1)];
-            }
+            const Layer& at = *layer(min_int(l, p.layer_count - 1));
+            const bool keeps_next = part == 1 && thread() < UNITS;     // asked for early
+            Four following;
+            if (keeps_next) following = load4((const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
             float norm = 1;
             if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
             else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_values<INNER>(words + INNER_AT, tag, odd_x());
+            if (keeps_next) store4((Four*)layer(l + 1) + thread(), following);
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;

@@ -61,6 +61,8 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return emulator::of(mbarrier).parity != parity;
 }
 
+FN bool mbarrier_is_past(u64* mbarrier, u32 parity) { return mbarrier_passed(mbarrier, parity); }
+
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::check_aligned(place);
     emulator::check_aligned(from);

@@ -160,9 +160,12 @@ template <int PARTS> FN_MEMBER static void add_up(const Owed& owed, const Target
     }
 }
 
+#include "held.h"
+
 // In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item; then one
 // warp adds up the partial sums of an item.
-template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to) {
+// Of a tile that was held, `begun` has the sums.
+template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to, bool was_held, const float (&begun)[COLUMNS][2]) {
     constexpr int BLOCKS = code_blocks(K, SLICES), RUNS = BLOCKS * 128 / RUN, PARTS = SLICES < TEAMS ? SLICES : TEAMS;
     constexpr int ITEMS = TEAMS / PARTS;
     const Share share = take(first, to.kind == TO_GATE ? INNER / 8 : ceil_div(to.rows, 16));
@@ -173,10 +176,11 @@ template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to)
         Owed owed;                                 // asked for before anything is waited for
         if (is_last) owed = owed_item(round, last, share.item(n + last), to);
         float sum[COLUMNS][2];
-        UNROLL for (int c = 0; c < COLUMNS; ++c) sum[c][0] = sum[c][1] = 0;
+        const bool is_begun = was_held && n == 0;
+        UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int e = 0; e < 2; ++e) sum[c][e] = is_begun ? begun[c][e] : 0.0f;
         const int mine = n + own / PARTS;
         if (mine < share.count)
-            ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
+            ROLLED for (int s = own % PARTS + is_begun * PARTS; s < SLICES; s += PARTS)
                 multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(RUNS, K / RUN - s * RUNS)),
                                           x + s * (BLOCKS * 256), to.x_scales + s * BLOCKS, sum);
         UNROLL for (int c = 0; c < COLUMNS; ++c)

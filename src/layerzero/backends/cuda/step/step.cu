@@ -356,34 +356,37 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
     sync_block();
     if (warp() >= WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
-        Layer following = p.layers[0];             // asked for a layer before it is needed
-        ROLLED for (int l = 0; l < p.layer_count; ++l) {
-            const Layer at = following;
-            following = p.layers[min_int(l + 1, p.layer_count - 1)];
-            const Spread over = spread(at.window, position);
+        Layer at = p.layers[0], following = at;    // asked for a layer before it is needed
+        ROLLED for (int n = 0; n <= 4 * p.layer_count && !*lost(); ++n) {
+            const int part = n & 3, l = n / 4;
+            const bool is_last = l == p.layer_count;
             const TensorMap* maps = p.maps + MAPS * l;
-            if (lane() < MAPS && copier() == 0) {
-                map_ready(maps + lane());
-                prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
+            if (part == 0 && !is_last) {
+                at = following;
+                following = p.layers[min_int(l + 1, p.layer_count - 1)];
+                if (lane() < MAPS && copier() == 0) {
+                    map_ready(maps + lane());
+                    prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
+                }
             }
 #if CODES
-            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
-            work.cached(at, maps + 4, over, p.capacity);
-            if (over.splits > 1) take(work.first, MERGES);
-            work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
-            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.gate_up_scales, INNER, true);
-            work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
+            if (is_last) work.plain(p.head, p.vocab, HIDDEN, IN_ROWS, IN_SLICES);
+            else work.coded(maps + part, part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
+                                                                                              : at.down_scales, part);
 #else
-            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
-            work.cached(at, maps, over, p.capacity);
-            if (over.splits > 1) take(work.first, MERGES);
-            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
-            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
-            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+            if (part == 2) work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
+            else
+                work.plain(is_last ? p.head : part == 0 ? at.qkv : part == 1 ? at.out : at.down,
+                           is_last ? p.vocab : part == 0 ? QKV : HIDDEN, part == 0 ? HIDDEN : part == 1 ? HEADS * DIM : INNER,
+                           part == 0 ? IN_ROWS : part == 1 ? OUT_ROWS : DOWN_ROWS,
+                           part == 0 ? IN_SLICES : part == 1 ? OUT_SLICES : DOWN_SLICES);
 #endif
-            if (*lost()) break;
+            if (part == 0 && !is_last) {
+                const Spread over = spread(at.window, position);
+                work.cached(at, maps + (CODES ? 4 : 0), over, p.capacity);
+                if (over.splits > 1) take(work.first, MERGES);
+            }
         }
-        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
         int spins = 0;
         while (*phase_now() != ALL_DONE && !in_vain(watch, spins));
         if (*lost()) {                             // nothing may land after the block has ended
@@ -404,16 +407,22 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
             const Layer& at = *layer(min_int(l, p.layer_count - 1));
-            const bool keeps_next = part == 1 && thread() < UNITS;     // asked for early
-            Four following;
-            if (keeps_next) following = load4((const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+            if (part == 1 && thread() < UNITS) {   // asked for early
+                copy_small((Four*)layer(l + 1) + thread(), (const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+                copy_commit();
+            }
+            if (part == 2) copy_wait<0>();
+#if CODES
+            Consumer::Held held;
+            held.is_there = false;
+            if (Consumer::HOLDS && !is_last) work.hold(part, held);
+#endif
             float norm = 1;
             if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
             else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_values<INNER>(words + INNER_AT, tag, odd_x());
-            if (keeps_next) store4((Four*)layer(l + 1) + thread(), following);
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;
@@ -426,10 +435,13 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
                                                                                             : at.down_scales);
             to.x_scales = x_scales(part % 2), to.norm = norm;
+            const u8* x = (const u8*)(part % 2 ? odd_x() : even_x());
+            float begun[Consumer::COLUMNS][2] = {};
+            if (held.is_there) Consumer::multiply_held(held, part, x, to.x_scales, begun);
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
-            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>((const u8*)odd_x(), to);
-            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>((const u8*)odd_x(), to);
-            else work.coded<HIDDEN, IN_CODE_SLICES>((const u8*)(part == 1 ? odd_x() : even_x()), to);
+            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(x, to, held.is_there, begun);
+            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(x, to, held.is_there, begun);
+            else work.coded<HIDDEN, IN_CODE_SLICES>(x, to, held.is_there, begun);
 #else
             if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
             else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);

@@ -35,6 +35,13 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return complete;
 }
 
+FN bool mbarrier_is_past(u64* mbarrier, u32 parity) {      // the same, but does not wait
+    u32 complete;
+    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; "
+                 "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(shared_address(mbarrier)), "r"(parity) : "memory");
+    return complete;
+}
+
 // Sizes and addresses are multiples of 16.
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

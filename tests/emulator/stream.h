@@ -157,3 +157,5 @@ FN void sync_first(int threads) { sync_some(1, threads); }
 FN void publish() {}
 FN u64 clock_ns() { return emulator::asked += 1000; }
 FN void yield() { emulator::leave_to_scheduler(); }
+FN void pause() {}
+FN void keep_computed(float) {}

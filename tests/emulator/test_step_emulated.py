@@ -160,6 +160,9 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
      {"positions": (15, 100), "window": 70}),
     (Shape(128, 2, 1, 128, 64, 96, 37, 2), Config(2, 4, 3, 2, 16, 8192, 1), 4,
      {"positions": (121,), "window": 57}),
+    # three values of gate and up to a word, the last of which has two
+    (Shape(128, 4, 2, 16, 8, 104, 50, 2, batch=2), Config(3, 6, 4, 2, 16, 1536), 5,
+     {"positions": (3, 70)}),
     # codes: rows that are no whole tiles of the head, and slices
     (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
      Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),

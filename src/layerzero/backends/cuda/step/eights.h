@@ -131,10 +131,14 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
     UNROLL for (int n = 0; n < EACH; ++n)
         UNROLL for (int e = 0; e < 4; ++e)
             if (is_active(n)) by[n][e] = load_once((const u32*)weight + (n * THREADS + own(n)) * 4 + e);
+    float kept[BATCH][EACH][8];                    // only if in order
     UNROLL for (int b = 0; b < BATCH; ++b) {
         Words v[EACH][2];
         const u64* words = from + b * (HIDDEN / 2);
         bool all = !from;
+#if CANARY
+        if (from && is_active(0)) while (u32(peek_whole(words + own(0) * 4).y >> 32) != tag && !polled_in_vain());
+#endif
         while (!all) {
             all = true;
             UNROLL for (int n = 0; n < EACH; ++n)
@@ -143,7 +147,7 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
                     v[n][e] = peek_whole(words + (n * THREADS + own(n)) * 4 + 2 * e);
                     all &= u32(v[n][e].y >> 32) == tag;
                 }
-            if (!all && given_up()) break;
+            if (!all && polled_in_vain()) break;
         }
         float square = 0;
         UNROLL for (int n = 0; n < EACH; ++n) {
@@ -152,13 +156,10 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
             unpack(v[n][0], values), unpack(v[n][1], values + 4);
             if (!from)
                 UNROLL for (int e = 0; e < 4; ++e) {
-                    const u16* row = p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN;
-                    const u32 pair = load_once((const u32*)row + (n * THREADS + own(n)) * 4 + e);
+                    const u32 pair = load_once((const u32*)embedded(p, b) + (n * THREADS + own(n)) * 4 + e);
                     values[2 * e] = low(pair), values[2 * e + 1] = high(pair);
                 }
-            float* to = residual() + b * HIDDEN + (n * THREADS + own(n)) * 8;
-            UNROLL for (int e = 0; e < 8; e += 4)
-                store4(to + e, {float_bits(values[e]), float_bits(values[e + 1]), float_bits(values[e + 2]), float_bits(values[e + 3])});
+            if (in_order) UNROLL for (int e = 0; e < 8; ++e) kept[b][n][e] = values[e];
             if (UNITS % 32 == 0 || own(n) == thread())
                 UNROLL for (int e = 0; e < 8; ++e) square += values[e] * values[e];
             if (in_order) continue;
@@ -177,8 +178,8 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
             UNROLL for (int e = 0; e < 4; ++e) {
                 if (!is_active(n)) continue;
                 const int pair = b * (HIDDEN / 2) + (n * THREADS + own(n)) * 4 + e;
-                ((u32*)x)[pair] = pack2<true>(residual()[2 * pair] * inverse * low(by[n][e]),
-                                              residual()[2 * pair + 1] * inverse * high(by[n][e]));
+                ((u32*)x)[pair] = pack2<true>(kept[b][n][2 * e] * inverse * low(by[n][e]),
+                                              kept[b][n][2 * e + 1] * inverse * high(by[n][e]));
             }
     }
     sync_first(THREADS);

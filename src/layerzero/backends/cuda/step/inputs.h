@@ -15,7 +15,7 @@ FN void receive_some(int n, const Place& place, const Arrived& arrived, const Ta
             v[u] = WHOLE ? peek_whole(place(unit)) : peek2(place(unit));
             all &= arrived(v[u]);
         }
-    } while (!all && !given_up());
+    } while (!all && !polled_in_vain());
     UNROLL for (int u = 0; u < COUNT; ++u)
         if ((n + u) * THREADS + thread() < UNITS) take((n + u) * THREADS + thread(), v[u], u);
     UNROLL for (int u = 0; u < COUNT; ++u)
@@ -45,6 +45,8 @@ FN void receive_at(const Place& place, const Arrived& arrived, const Take& take,
         ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WHOLE>(n, place, arrived, take, then);
 }
 
+FN const u16* embedded(const Params& p, int b) { return p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN; }
+
 // The factor of a row of the residual, of which the block's warps have the sums of squares
 FN float norm_of(int b, float eps) {
     float square = 0;
@@ -72,6 +74,17 @@ template <int K> FN void load_values(const u64* from, u32 tag, u16* x) {
                                 x_scales(true) + b * (K / 128) + before / 16 + own / 16);
             });
 #else
+        if constexpr (K == INNER && GATE_PAIRS == 3) {     // three to a word, with 16 bits of the tag
+            constexpr int WORDS = (K + 2) / 3 + 1 & ~1;
+            receive_at<WORDS / 2>([=](int unit) { return from + b * WORDS + 2 * unit; },
+                                  [=](Words v) { return u16(v.x >> 48) == u16(tag) && u16(v.y >> 48) == u16(tag); },
+                                  [=](int unit, Words v, int) {
+                u32* to = (u32*)(x + b * K) + 3 * unit;
+                if (6 * unit < K) to[0] = u32(v.x);
+                if (6 * unit + 2 < K) to[1] = u32(v.x >> 32) & 0xFFFF | u32(v.y) << 16;
+                if (6 * unit + 4 < K) to[2] = u32(v.y >> 16);
+            });
+        } else
         receive_at<K / 4>([=](int unit) { return from + b * (K / 2) + 2 * unit; }, HaveTag{tag}, [=](int unit, Words v, int) {
             ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x);
         });
@@ -99,7 +112,7 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
                 keep(unit, bits_float(u32(v.x)), bits_float(u32(v.y)));
             });
         else {
-            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
+            const u32* row = (const u32*)embedded(p, b);
             UNROLL for (int n = 0; n < EACH; ++n) {
                 const int unit = n * THREADS + thread();
                 if (unit >= UNITS) continue;

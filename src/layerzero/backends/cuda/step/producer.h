@@ -66,17 +66,18 @@ struct Producer {
     // Rows of gate and those of up, INNER later, in one tile
     template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {
         constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
-        const Share share = take(first, INNER / VALUES);
+        const Share share = take(first, ceil_div(INNER, VALUES));
         for (int n = 0; n < share.count; n += TILES == 1 ? 1 : WARPS)
             for (int tile = 0; tile < TILES; ++tile)
                 for (int e = n; e < n + (TILES == 1 ? 1 : together(n, share.count)); ++e, ++next) {
-                    constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
+                    constexpr u32 half = PAIRS * (K / SLICES) * 2;
+                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
+                    const u32 bytes = INNER % VALUES ? min_int(PAIRS, INNER - int(row)) * (K * 2) : half;
                     u8* to = acquire(copier() ? 0 : 2 * bytes);
                     if (lane() || copier() || !to) continue;
-                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
                     const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
                     copy_bulk(to, from, bytes, full(next % STAGES));
-                    copy_bulk(to + bytes, from + i64(INNER) * K, bytes, full(next % STAGES));
+                    copy_bulk(to + half, from + i64(INNER) * K, bytes, full(next % STAGES));
                 }
         ++phase;
     }

@@ -20,6 +20,10 @@
 // in groups of 128 (1), or fp8_e4m3 with a scale for each row (2); and the slices of their rows (codes.h).
 #include "stream.h"
 
+#ifndef DRY
+#define DRY 0
+#endif
+
 struct alignas(16) Layer {
     const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down, *angles;
     u16 *keys, *values;
@@ -113,6 +117,11 @@ FN bool given_up() {
     return *lost();
 }
 
+FN bool polled_in_vain() {
+    pause();
+    return given_up();
+}
+
 FN void wait(u64* mbarrier, u32 parity) {
     while (!mbarrier_passed(mbarrier, parity) && !given_up());
 }
@@ -200,6 +209,8 @@ struct Target {
     const float* scales;                           // of rows with fp8 codes
     const float* x_scales;
     float norm;                                    // of x, of the row of the batch that is this lane's
+    const u64* residual;                           // words; none in the first layer: `embedded`
+    const u16* embedded[BATCH];
 #endif
 };
 
@@ -227,7 +238,7 @@ struct Consumer {
 
     // acc += rows of the tile times x, where both are 8 * UNITS long; the rows of x are STRIDE apart
     template <int ROWS, int UNITS, int STRIDE>
-    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
+    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS], bool is_dry) const {
         constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH), TURNS = (UNITS + 31) / 32;
         // No more than 8 together: the code of all phases has to stay in its cache. As many in each round, so
         // that few have lanes past the end, which cost much where loads wait for a branch.
@@ -237,9 +248,11 @@ struct Consumer {
         float part[CHAINS][BATCH][ROWS];
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
-        const u8* at = tile(number) + lane() * 16;
+        if (!is_dry) tile(number);
+        const u8* at = shared() + number % STAGES * STAGE + lane() * 16;
+        const int turns = is_dry ? TOGETHER : TURNS;
         const u16* from = x + lane() * 8;
-        ROLLED for (int turn = 0; turn < TURNS; turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
+        ROLLED for (int turn = 0; turn < (DRY ? turns : TURNS); turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const bool inside = WHOLE || (turn + n) * 32 + lane() < UNITS;
                 UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -250,7 +263,7 @@ struct Consumer {
                                                      part[n % CHAINS][b][r]);
                 }
             }
-        release(number);
+        if (!is_dry) release(number);
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] += part[c][b][r];
     }
@@ -267,15 +280,16 @@ struct Consumer {
         if (to.kind == TO_LOGITS) to.logits[i64(b) * to.rows + row] = *lost() ? bits_float(0x7FC00000u) : sum;
         else
             post(to.words + b * to.rows + row,
-                 word(float_bits(sum + (to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
+                 word(float_bits(sum + (CODED || to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
     }
 
     // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
     // and two values to a word, for which a warp takes two tiles if it must.
-    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
+    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to, bool is_dry = false) {
+        const int first_before = first;
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
-        const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
+        const Share share = take(first, ceil_div(gated ? INNER : to.rows, gated ? values : ROWS));
         ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < share.count; n += WARPS) {
             const int row = share.item(n) * ROWS + min_int(lane(), ROWS - 1);
             const bool wanted = lane() < ROWS && row < to.rows;
@@ -286,8 +300,13 @@ struct Consumer {
                 UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
                 ROLLED for (int s = 0; s < SLICES; ++s) {
                     const int number = next + sequence(n, g * SLICES + s, tiles, share.count);
-                    if (tiles > 1 && together(n, share.count) < WARPS) wait_for_stage(number);
-                    multiply<ROWS, K / SLICES / 8, K>(number, x + s * (K / SLICES), acc);
+                    if (tiles > 1 && together(n, share.count) < WARPS && !is_dry) wait_for_stage(number);
+                    multiply<ROWS, K / SLICES / 8, K>(number, x + s * (K / SLICES), acc, is_dry);
+                    if (is_dry) break;
+                }
+                if (is_dry) {
+                    UNROLL for (int r = 0; r < ROWS; ++r) keep_computed(acc[0][r]);
+                    break;
                 }
                 UNROLL for (int b = 0; b < BATCH; ++b) {
                     UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
@@ -298,7 +317,14 @@ struct Consumer {
                         continue;
                     }
                     u64* at = to.words + b * (INNER / 2) + share.item(n) * (values / 2);
-                    if (ROWS == 2) {
+                    if (ROWS == 6) {               // the last word has to be one of a pair
+                        constexpr int WORDS = (INNER + 2) / 3 + 1 & ~1;
+                        const int item = share.item(n);
+                        const u32 pair = pack2<true>(activated(acc[b][0], acc[b][3 % ROWS]), activated(acc[b][1 % ROWS], acc[b][4 % ROWS]));
+                        const u32 third = pack2<true>(activated(acc[b][2 % ROWS], acc[b][5 % ROWS]), 0) & 0xFFFF;
+                        if (lane() == 0 || lane() == 1 && item + 2 == WORDS && item * 3 + 3 >= INNER)
+                            post(to.words + b * WORDS + item + lane(), u64(u16(to.tag)) << 48 | u64(third) << 32 | pair);
+                    } else if (ROWS == 2) {
                         const float value = activated(acc[b][0], acc[b][1 % ROWS]);
                         if (g && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
                         before[b] = value;
@@ -311,6 +337,11 @@ struct Consumer {
                     }
                 }
             }
+            if (is_dry) break;
+        }
+        if (is_dry) {
+            first = first_before;
+            return;
         }
         next += share.count * tiles;
         ++phase;
@@ -329,6 +360,7 @@ struct Consumer {
 #include "attention.h"
 
 // One launch
+
 
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
@@ -417,37 +449,42 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             held.is_there = false;
             if (Consumer::HOLDS && !is_last) work.hold(part, held);
 #endif
+            ROLLED for (int pass = DRY && !is_last ? 0 : 1; pass < 2; ++pass) {
             float norm = 1;
-            if (part % 2 == 0)
+            if (!pass) {
+            } else if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
             else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_values<INNER>(words + INNER_AT, tag, odd_x());
-            work.entered();
-            STAMP(work.phase, 0);
-            if (part == 0) tag = launch * u32(p.layer_count) + l;
-            if (part == 1) stream = words + MIDDLE_AT;
-            if (part == 3) stream = words + END_AT;
+            if (pass) work.entered();
+            if (pass) STAMP(work.phase, 0);
+            if (part == 0 && pass) tag = launch * u32(p.layer_count) + l;
+            const u64* before = stream;
+            if (part == 1 && pass) stream = words + MIDDLE_AT;
+            if (part == 3 && pass) stream = words + END_AT;
             Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
 #if CODES
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
                                                                                             : at.down_scales);
-            to.x_scales = x_scales(part % 2), to.norm = norm;
+            to.x_scales = x_scales(part % 2), to.norm = norm, to.residual = before;
+            UNROLL for (int b = 0; b < BATCH; ++b) to.embedded[b] = before ? nullptr : embedded(p, b);
             const u8* x = (const u8*)(part % 2 ? odd_x() : even_x());
             float begun[Consumer::COLUMNS][2] = {};
-            if (held.is_there) Consumer::multiply_held(held, part, x, to.x_scales, begun);
+            if (held.is_there && pass) Consumer::multiply_held(held, part, x, to.x_scales, begun);
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
-            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(x, to, held.is_there, begun);
-            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(x, to, held.is_there, begun);
-            else work.coded<HIDDEN, IN_CODE_SLICES>(x, to, held.is_there, begun);
+            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(x, to, held.is_there, begun, !pass);
+            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(x, to, held.is_there, begun, !pass);
+            else work.coded<HIDDEN, IN_CODE_SLICES>(x, to, held.is_there, begun, !pass);
 #else
-            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
-            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
-            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
-            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to, !pass);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to, !pass);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to, !pass);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to, !pass);
 #endif
+            }
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);

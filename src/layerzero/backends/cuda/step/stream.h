@@ -153,4 +153,16 @@ FN u64 clock_ns() {
     return v;
 }
 
+FN void keep_computed(float v) { asm volatile("" :: "f"(v)); }    // though nobody uses it
+
+#ifndef NAP
+#define NAP 0
+#endif
+// Before a word is polled again
+FN void pause() {
+#if NAP
+    asm volatile("nanosleep.u32 %0;" :: "n"(NAP));
+#endif
+}
+
 FN void yield() {}                                 // where a loop waits for another thread

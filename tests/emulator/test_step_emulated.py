@@ -210,6 +210,20 @@ def test_inputs_of_very_different_size(codes: str) -> None:
     assert decoder.step(torch.tensor([[7]]), torch.tensor([40, 41])).isnan().all()
 
 
+@pytest.mark.parametrize("shape, cfg, bits", [
+    (Shape(256, 8, 1, 32, 16, 512, 37, 2, codes="int4"), Config(2, 4, 4, 2, 48, 4096), 12),
+    (Shape(128, 4, 2, 16, 8, 104, 50, 2), Config(3, 6, 4, 2, 16, 1536), 16)])
+def test_tags_that_words_have_only_in_part(shape: Shape, cfg: Config, bits: int) -> None:
+    """Words of several values have the last bits of the tag: they start again from 0."""
+    decoder, logits = Decoder(shape, cfg, 3), []
+    for launches in (0, (1 << bits) // shape.layers - 2, None, None):
+        if launches is not None:
+            decoder.step._control[0] = launches
+        logits.append(decoder.step(torch.tensor([[7]]), torch.tensor([40, 41])).clone())
+    assert not decoder.step.timed_out()
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
 def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:
     decoder = Decoder(SMALL, SMALL_CONFIG, 5, limit_s=0.0)
     decoder.step(torch.tensor([[1]]), torch.tensor([20, 21]))

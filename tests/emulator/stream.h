@@ -61,8 +61,6 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return emulator::of(mbarrier).parity != parity;
 }
 
-FN bool mbarrier_is_past(u64* mbarrier, u32 parity) { return mbarrier_passed(mbarrier, parity); }
-
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::check_aligned(place);
     emulator::check_aligned(from);
@@ -157,5 +155,3 @@ FN void sync_first(int threads) { sync_some(1, threads); }
 FN void publish() {}
 FN u64 clock_ns() { return emulator::asked += 1000; }
 FN void yield() { emulator::leave_to_scheduler(); }
-FN void pause() {}
-FN void keep_computed(float) {}

@@ -245,7 +245,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                     part[e] = peek_whole(parts + min_int(split + e * BESIDE, over.splits - 1) * (DIM / 2));
                     all &= u32(part[e].y >> 32) == tag;
                 }
-            } while (!all && !polled_in_vain());
+            } while (!all && !given_up());
             UNROLL for (int e = 0; e < EACH; ++e) {
                 const float log_sum = split + e * BESIDE < over.splits ? bits_float(u32(part[e].y)) : NONE;
                 const float before = top;

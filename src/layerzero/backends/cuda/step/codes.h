@@ -52,13 +52,12 @@ FN_MEMBER static void multiply_half(const u32 (&a)[4][4], const Four (&x)[2], fl
 // time if all slices have an even number; their successors are asked for as soon as there is room for them, also
 // where there are none.
 template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs, const u8* x, const float* scales_of_x,
-                                                           float (&sum)[COLUMNS][2], bool is_dry = false) const {
+                                                           float (&sum)[COLUMNS][2]) const {
     constexpr int BOX = box_bytes(BLOCKS), SECOND = CODES == 1 ? 128 : 16;     // where the second half of x lies
     constexpr int RUNS = BLOCKS * 128 / RUN;
     constexpr int BESIDE = RUNS % 2 == 0 && K / RUN % RUNS == 0 ? 2 : 1;
     const int column = lane() / 4, t = lane() % 4;
-    if (!is_dry) tile(number);
-    const u8* codes = shared() + number % STAGES * STAGE + code_row() * 128 + swizzled(code_row(), 4 * member() + t);
+    const u8* codes = tile(number) + code_row() * 128 + swizzled(code_row(), 4 * member() + t);
     const u8* scales = shared() + number % STAGES * STAGE + 2 * BOX + member() * 32 + code_row() * 4;
     const float* by = scales_of_x + (CODES == 1 ? member() : 0);
     x += member() * RUN + (CODES == 1 ? column % 2 * 64 + t * 16 : t * 32);
@@ -101,7 +100,7 @@ template <int BLOCKS, int K> FN_MEMBER void multiply_codes(int number, int runs,
         codes += BESIDE * 1024, x += BESIDE * 2 * RUN, scales += BESIDE * 64, by += BESIDE * RUN / 128;
     }
     sync_warp();
-    if (lane() == 0 && !is_dry && !*lost()) mbarrier_arrive(empty(number % STAGES));
+    if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));
 }
 
 // Partial sums of 16 rows by one of the warps that share an item, for all rows of x. A warp is less than
@@ -120,17 +119,9 @@ template <int PARTS> FN_MEMBER static float total(int round, int item, int row, 
 // The factor of row b of x
 FN_MEMBER static float of_x(const Target& to, int b) { return BATCH == 1 ? to.norm : shuffle(to.norm, b); }
 
-// A value of the residual, which all blocks have received before
-FN_MEMBER static float residual_at(const Target& to, int b, int row) {
-    if (!to.residual) return to_float<true>(to.embedded[b][row]);
-    float values[4];
-    unpack(peek_whole(to.residual + (b * HIDDEN + row) / 4 * 2), values);
-    return row % 4 == 0 ? values[0] : row % 4 == 1 ? values[1] : row % 4 == 2 ? values[2] : values[3];
-}
-
 // Of four lanes one posts the sums with the residual, rounded to 24 bits
 FN_MEMBER static void post_stream(const Target& to, int b, int row, float sum) {
-    const u32 bits = float_bits(sum * (1 + 0x1p-17f));
+    const u32 bits = float_bits((sum + residual()[b * HIDDEN + row]) * (1 + 0x1p-17f));
     const u32 others[3] = {shuffle_xor(bits, 1), shuffle_xor(bits, 2), shuffle_xor(bits, 3)};
     if (lane() < 16 && lane() % 4 == 0)
         post_whole(to.words + (b * HIDDEN + row) / 2, packed(bits, others[0], others[1], others[2], to.tag));
@@ -139,15 +130,14 @@ FN_MEMBER static void post_stream(const Target& to, int b, int row, float sum) {
 // An item whose partial sums this warp has to add up
 struct Owed {
     int round, last, item;                         // `last`: of the items of the round
-    float scale[2], bias, residual;                // the residual where there is one row of x
+    float scale[2], bias;
 };
 
 FN_MEMBER static Owed owed_item(int round, int last, int item, const Target& to) {
-    Owed owed = {round, last, item, {1, 1}, 0, 0};
+    Owed owed = {round, last, item, {1, 1}, 0};
     const bool is_gated = to.kind == TO_GATE;
     const int row = is_gated ? item * 8 + lane() % 8 : min_int(item * 16 + lane() % 16, to.rows - 1);
     if (CODES == 2) owed.scale[0] = to.scales[row], owed.scale[1] = is_gated ? to.scales[row + INNER] : 1;
-    if (BATCH == 1 && to.kind == TO_STREAM) owed.residual = residual_at(to, 0, row);
     if (BIAS && to.kind == TO_QKV) owed.bias = to_float<true>(to.bias[row]);
     return owed;
 }
@@ -165,18 +155,14 @@ template <int PARTS> FN_MEMBER static void add_up(const Owed& owed, const Target
         }
         const int row = owed.item * 16 + lane() % 16;
         const float sum = total<PARTS>(owed.round, owed.last, lane() % 16, b) * owed.scale[0] * by;
-        if (to.kind == TO_STREAM) post_stream(to, b, row, sum + (BATCH == 1 ? owed.residual : residual_at(to, b, row)));
+        if (to.kind == TO_STREAM) post_stream(to, b, row, sum);
         else if (lane() < 16 && row < to.rows) emit(to, row, b, sum, owed.bias);
     }
 }
 
-#include "held.h"
-
 // In a round every team multiplies one slice of an item, or every TEAMS-th slice of the same item; then one
 // warp adds up the partial sums of an item.
-// Of a tile that was held, `begun` has the sums.
-template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to, bool was_held, const float (&begun)[COLUMNS][2], bool is_dry) {
-    const int first_before = first;
+template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to) {
     constexpr int BLOCKS = code_blocks(K, SLICES), RUNS = BLOCKS * 128 / RUN, PARTS = SLICES < TEAMS ? SLICES : TEAMS;
     constexpr int ITEMS = TEAMS / PARTS;
     const Share share = take(first, to.kind == TO_GATE ? INNER / 8 : ceil_div(to.rows, 16));
@@ -185,29 +171,20 @@ template <int K, int SLICES> FN_MEMBER void coded(const u8* x, const Target& to,
         const int round = n / ITEMS, last = (warp() + WARPS - n % WARPS) % WARPS;    // of the round, which this warp adds up
         const bool is_last = last < ITEMS && n + last < share.count;
         Owed owed;                                 // asked for before anything is waited for
-        if (is_last && !is_dry) owed = owed_item(round, last, share.item(n + last), to);
+        if (is_last) owed = owed_item(round, last, share.item(n + last), to);
         float sum[COLUMNS][2];
-        const bool is_begun = was_held && n == 0;
-        UNROLL for (int c = 0; c < COLUMNS; ++c) UNROLL for (int e = 0; e < 2; ++e) sum[c][e] = is_begun ? begun[c][e] : 0.0f;
+        UNROLL for (int c = 0; c < COLUMNS; ++c) sum[c][0] = sum[c][1] = 0;
         const int mine = n + own / PARTS;
         if (mine < share.count)
-            ROLLED for (int s = own % PARTS + is_begun * PARTS; s < SLICES; s += PARTS)
-                multiply_codes<BLOCKS, K>(next + mine * SLICES + s, is_dry ? 2 : max_int(0, min_int(RUNS, K / RUN - s * RUNS)),
-                                          x + s * (BLOCKS * 256), to.x_scales + s * BLOCKS, sum, is_dry);
-        if (is_dry) {                              // only for the instructions to be near
-            keep_computed(sum[0][0]);
-            break;
-        }
+            ROLLED for (int s = own % PARTS; s < SLICES; s += PARTS)
+                multiply_codes<BLOCKS, K>(next + mine * SLICES + s, max_int(0, min_int(RUNS, K / RUN - s * RUNS)),
+                                          x + s * (BLOCKS * 256), to.x_scales + s * BLOCKS, sum);
         UNROLL for (int c = 0; c < COLUMNS; ++c)
             UNROLL for (int e = 0; e < 2; ++e)
                 if (4 * c + t < BATCH)
                     part_sums(round, own * TEAM + member())[(code_row() + e * 8) * BATCH + 4 * c + t] = sum[c][e];
         if (is_last) add_up<TEAM * PARTS>(owed, to);
         else arrive_some(2 + round % ROUNDS, THREADS);
-    }
-    if (is_dry) {
-        first = first_before;
-        return;
     }
     next += share.count * SLICES;
     ++phase;

@@ -15,7 +15,7 @@ FN void receive_some(int n, const Place& place, const Arrived& arrived, const Ta
             v[u] = WHOLE ? peek_whole(place(unit)) : peek2(place(unit));
             all &= arrived(v[u]);
         }
-    } while (!all && !polled_in_vain());
+    } while (!all && !given_up());
     UNROLL for (int u = 0; u < COUNT; ++u)
         if ((n + u) * THREADS + thread() < UNITS) take((n + u) * THREADS + thread(), v[u], u);
     UNROLL for (int u = 0; u < COUNT; ++u)
@@ -45,14 +45,46 @@ FN void receive_at(const Place& place, const Arrived& arrived, const Take& take,
         ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WHOLE>(n, place, arrived, take, then);
 }
 
-FN const u16* embedded(const Params& p, int b) { return p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN; }
+#if CODES
+// 128 inputs for the products with codes (codes.h), four of each lane of a warp
+struct Group {
+    float v[4];
+    u32 largest;
 
-// The factor of a row of the residual, of which the block's warps have the sums of squares
-FN float norm_of(int b, float eps) {
-    float square = 0;
-    UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-    return rsqrtf(square / HIDDEN + eps);
-}
+    FN_MEMBER void set(float v0, float v1, float v2, float v3) {
+        v[0] = v0, v[1] = v1, v[2] = v2, v[3] = v3;
+        const float left = max_or_nan(fabsf(v0), fabsf(v1)), right = max_or_nan(fabsf(v2), fabsf(v3));
+        largest = warp_max_bits(float_bits(max_or_nan(left, right)));
+    }
+
+    // Stores them and their scale. For int4: two signed bytes of each, 256 * first + second, in the order in which
+    // codes are decoded. Two lanes have the inputs of a word of eight codes: one stores the first bytes, the
+    // other the second.
+    FN_MEMBER void store(u8* x, float* scales, int group) const {
+        u64* to = (u64*)(x + group * 256);
+        if (CODES == 2) {                          // a power of two, with which the largest one is at least 2^13
+            const int exponent = max_int(14, largest >> 23);
+            const float by = bits_float(u32(267 - exponent) << 23);
+            to[lane()] = u64(pack2<false>(v[2] * by, v[3] * by)) << 32 | pack2<false>(v[0] * by, v[1] * by);
+            if (lane() == 0) scales[group] = bits_float(u32(exponent - 13) << 23);
+            return;
+        }
+        constexpr float MOST = 127 * 256;          // and codes are 16 times as large
+        const float by = MOST * reciprocal(fmaxf(bits_float(largest), 1e-30f));
+        u32 bits[4];                               // rounded to an integer, in the low bits of 1.5 * 2^23, plus 128:
+        UNROLL for (int n = 0; n < 4; ++n) bits[n] = float_bits(v[n] * by + 12583040.0f);     // byte 0 is second + 128
+        const u32 even = permute_bytes(bits[0], bits[2], 0x5410), odd = permute_bytes(bits[1], bits[3], 0x5410);
+        const u32 first = permute_bytes(even, odd, 0x7531), second = permute_bytes(even, odd, 0x6420) ^ 0x80808080u;
+        const bool is_odd = lane() % 2;
+        const u32 own = is_odd ? second : first, other = shuffle_xor(is_odd ? first : second, 1);
+        const int word = lane() / 2 % 4;           // of the 16 bytes of codes that a lane multiplies
+        const u32 low_bytes = permute_bytes(own, other, is_odd ? 0x1054 : 0x5410);
+        const u32 high_bytes = permute_bytes(own, other, is_odd ? 0x3276 : 0x7632);
+        to[word / 2 * 16 + is_odd * 8 + lane() / 8 * 2 + word % 2] = u64(high_bytes) << 32 | low_bytes;
+        if (lane() == 0) scales[group] = bits_float(largest) * (1 / (16 * MOST));
+    }
+};
+#endif
 
 #if CODES
 #include "eights.h"
@@ -63,28 +95,14 @@ template <int K> FN void load_values(const u64* from, u32 tag, u16* x) {
     UNROLL for (int b = 0; b < BATCH; ++b) {
 #if CODES
         constexpr int UNITS = K / 8;               // whole warps: the last lanes may have the last word again
-        const auto within = [](int unit) { return UNITS % 32 ? min_int(unit, UNITS - 1) : unit; };
         Eight eights[POLLS];
         receive_at<(UNITS + 31) / 32 * 32, true>(
-            [=](int unit) { return from + (b * UNITS + within(unit)) * 2; }, [=](Words v) { return has_tag(v, tag); },
+            [=](int unit) { return from + (b * UNITS + min_int(unit, UNITS - 1)) * 2; }, [=](Words v) { return has_tag(v, tag); },
             [&](int, Words v, int u) { eights[u].set(v); },
             [&](int unit, int u) {
-                const int own = within(unit) - unit + thread(), before = unit - thread();    // constant if unrolled
-                eights[u].store((u8*)(x + b * K) + before * 16 + operand_place(own),
-                                x_scales(true) + b * (K / 128) + before / 16 + own / 16);
+                eights[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), min_int(unit, UNITS - 1));
             });
 #else
-        if constexpr (K == INNER && GATE_PAIRS == 3) {     // three to a word, with 16 bits of the tag
-            constexpr int WORDS = (K + 2) / 3 + 1 & ~1;
-            receive_at<WORDS / 2>([=](int unit) { return from + b * WORDS + 2 * unit; },
-                                  [=](Words v) { return u16(v.x >> 48) == u16(tag) && u16(v.y >> 48) == u16(tag); },
-                                  [=](int unit, Words v, int) {
-                u32* to = (u32*)(x + b * K) + 3 * unit;
-                if (6 * unit < K) to[0] = u32(v.x);
-                if (6 * unit + 2 < K) to[1] = u32(v.x >> 32) & 0xFFFF | u32(v.y) << 16;
-                if (6 * unit + 4 < K) to[2] = u32(v.y >> 16);
-            });
-        } else
         receive_at<K / 4>([=](int unit) { return from + b * (K / 2) + 2 * unit; }, HaveTag{tag}, [=](int unit, Words v, int) {
             ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x);
         });
@@ -93,48 +111,92 @@ template <int K> FN void load_values(const u64* from, u32 tag, u16* x) {
     sync_first(THREADS);
 }
 
-#if !CODES
-// Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding
-FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool, const Params& p) {
-    constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 by[EACH];                                  // the weight, loaded before the first wait
+// Four values of the residual in a word of 16 bytes, 24 bits of each
+FN Words packed(u32 a, u32 b, u32 c, u32 d, u32 tag) {
+    return {u64(b >> 16 | c >> 8 << 16) << 32 | (a >> 8 | b >> 8 << 24), u64(tag) << 32 | (c >> 24 | d >> 8 << 8)};
+}
+
+FN void unpack(Words v, float (&values)[4]) {
+    const u32 x = u32(v.x), y = u32(v.x >> 32), z = u32(v.y);
+    values[0] = bits_float(x << 8), values[1] = bits_float(permute_bytes(x, y, 0x5430) & ~0xFFu);
+    values[2] = bits_float(permute_bytes(y, z, 0x4320) & ~0xFFu), values[3] = bits_float(z & ~0xFFu);
+}
+FN void unpack(Words v, float (&values)[2]) { values[0] = bits_float(u32(v.x)), values[1] = bits_float(u32(v.y)); }
+
+#if CODES
+// Quantizes a row of the residual times the weight of the norm, as the threads received it
+template <int EACH> FN void quantize_normed(const float* residual, const u32 (&weight)[EACH][2], u8* x, float* scales) {
+    Group groups[EACH];
+    UNROLL for (int n = 0; n < EACH; ++n) {
+        const int unit = n * THREADS + thread();
+        if (unit >= HIDDEN / 4) continue;
+        const float* at = residual + 4 * unit;
+        const u32 left = weight[n][0], right = weight[n][1];
+        groups[n].set(at[0] * low(left), at[1] * high(left), at[2] * low(right), at[3] * high(right));
+    }
     UNROLL for (int n = 0; n < EACH; ++n)
-        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
+        if (n * THREADS + thread() < HIDDEN / 4) groups[n].store(x, scales, (n * THREADS + thread()) / 32);
+}
+#endif
+
+// Receives the residual and normalises it; `from` is null for the first layer, which reads the embedding.
+// Unless `in_order`, x is for codes: then it is not yet multiplied by the norm, which is returned for the row of
+// the batch that is this lane's, and all can be done before the block has come together to know it.
+FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p) {
+    constexpr int WIDE = CODED ? 2 : 1, MANY = 2 * WIDE, UNITS = HIDDEN / MANY, EACH = (UNITS + THREADS - 1) / THREADS;
+    u32 by[EACH][WIDE];                            // the weight, loaded before the first wait
+    UNROLL for (int n = 0; n < EACH; ++n)
+        UNROLL for (int w = 0; w < WIDE; ++w)
+            if (n * THREADS + thread() < UNITS)
+                by[n][w] = load_once((const u32*)weight + (n * THREADS + thread()) * WIDE + w);
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float* to = residual() + b * HIDDEN;
         float square = 0;
-        const auto keep = [&](int unit, float left, float right) {
-            to[2 * unit] = left, to[2 * unit + 1] = right;
-            square += left * left + right * right;
-        };
-        if (from)
-            receive_at<UNITS>([=](int unit) { return from + b * HIDDEN + 2 * unit; }, HaveTag{tag}, [&](int unit, Words v, int) {
-                keep(unit, bits_float(u32(v.x)), bits_float(u32(v.y)));
+        if (from) {
+            receive_at<UNITS, CODED>([=](int unit) { return from + b * (HIDDEN / WIDE) + 2 * unit; },
+                                     [=](Words v) { return (CODED || u32(v.x >> 32) == tag) && u32(v.y >> 32) == tag; },
+                                     [&](int unit, Words v, int) {
+                float values[MANY];
+                unpack(v, values);
+                UNROLL for (int m = 0; m < MANY; ++m) {
+                    to[MANY * unit + m] = values[m];
+                    square += values[m] * values[m];
+                }
             });
-        else {
-            const u32* row = (const u32*)embedded(p, b);
-            UNROLL for (int n = 0; n < EACH; ++n) {
-                const int unit = n * THREADS + thread();
-                if (unit >= UNITS) continue;
+        } else {
+            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
+            UNROLL for (int n = 0; n < EACH * WIDE; ++n) {
+                const int unit = (n / WIDE * THREADS + thread()) * WIDE + n % WIDE;
+                if (unit >= UNITS * WIDE) continue;
                 const u32 pair = load_once(row + unit);
-                keep(unit, low(pair), high(pair));
+                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
+                square += low(pair) * low(pair) + high(pair) * high(pair);
             }
         }
+#if CODES
+        if (!in_order) quantize_normed(to, by, (u8*)(x + b * HIDDEN), x_scales(false) + b * (HIDDEN / 128));
+#endif
         square = warp_sum(square);
         if (lane() == 0) sums()[b * WARPS + warp()] = square;
     }
     sync_first(THREADS);
+    const auto norm = [=](int b) {
+        float square = 0;
+        UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
+        return rsqrtf(square / HIDDEN + eps);
+    };
+    if (CODED && !in_order) return norm(min_int(lane(), BATCH - 1));
     UNROLL for (int b = 0; b < BATCH; ++b) {
-        const float inverse = norm_of(b, eps);
+        const float inverse = norm(b);
         const float* row = residual() + b * HIDDEN;
-        UNROLL for (int n = 0; n < EACH; ++n) {
-            const int unit = n * THREADS + thread();
-            if (unit >= UNITS) continue;
+        UNROLL for (int n = 0; n < EACH * WIDE; ++n) {
+            const int unit = (n / WIDE * THREADS + thread()) * WIDE + n % WIDE;
+            if (unit >= UNITS * WIDE) continue;
+            const u32 weights = by[n / WIDE][n % WIDE];
             ((u32*)(x + b * HIDDEN))[unit] =
-                pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
+                pack2<true>(row[2 * unit] * inverse * low(weights), row[2 * unit + 1] * inverse * high(weights));
         }
     }
     sync_first(THREADS);
     return 1;
 }
-#endif

@@ -21,7 +21,6 @@ from ..compiler import CompiledCuda, Machine
 
 LOG2E = 1.4426950408889634
 ACTIVATIONS = ("swiglu", "geglu_tanh")
-TRIPLE = 3                 # pairs of gate and up whose values share a word
 MAX_ROWS = 8               # of a weight in one tile
 MAX_BATCH = 8
 MAX_ROUNDS = 14            # barriers of a block that codes.h may use
@@ -92,10 +91,9 @@ def plain_tiles(k: int, tile: int) -> Tiles:
 
 
 def gated_tiles(k: int, tile: int) -> Tiles:
-    """Cuts the weight of gate and up: rows are pairs, one of each; an even number, three, or one."""
+    """Cuts the weight of gate and up: rows are pairs, one of each; an even number, or one."""
     if 8 * k <= tile:
-        pairs = min(MAX_ROWS // 2, tile // (4 * k))
-        return Tiles(pairs if pairs == TRIPLE else pairs // 2 * 2, 1)
+        return Tiles(min(MAX_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
     return Tiles(1, 1 if 4 * k <= tile else _slices(k, tile // 2))
 
 
@@ -197,7 +195,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     even = 2 * shape.batch * shape.hidden
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(shape, cfg)]
-    for n in (even, odd, 0 if shape.codes else 4 * shape.batch * shape.hidden,
+    for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 32 + 4 * shape.batch * cfg.warps
               + 2 * (_CODED if shape.codes else _LAYER).size
               + (_code_bytes(shape, cfg) if shape.codes else 0)):
@@ -230,8 +228,7 @@ def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
 
 def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
     """Returns why step.cu cannot do it; None if it can."""
-    rows = gated_tiles(shape.hidden, cfg.tile).rows
-    values = 2 if rows == TRIPLE else max(2, rows)
+    values = max(2, gated_tiles(shape.hidden, cfg.tile).rows)
     for name, size, by in (
             ("hidden size", shape.hidden, 8), ("size of a head", shape.dim, 16),
             ("inner size", shape.inner, max(8, values)), ("queries of a layer", shape.heads
@@ -268,10 +265,9 @@ def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     size = row if tile < row <= tile * 9 // 8 else tile
     by_rows = [Config(warps, stages, stages, tile=size)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
-    polls = 4 if shape.codes == "fp8_e4m3" else 8
-    coded = [[Config(warps, stages, stages, tile=tile, first_polls=polls, later_polls=24)
+    coded = [[Config(warps, stages, stages, tile=tile, first_polls=4, later_polls=24)
               for warps, stages in sizes]
-             for tile, sizes in ((17408, ((8, 11), (8, 10), (8, 8))), (9216, ((8, 8), (4, 4))))]
+             for tile, sizes in ((17408, ((8, 10), (8, 8))), (9216, ((8, 8), (4, 4))))]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
                for kind in (coded if shape.codes else [by_rows])]
     return [cfg for cfg in fitting if cfg] or [Config(2, 4, 4)]

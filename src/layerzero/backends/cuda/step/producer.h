@@ -8,17 +8,6 @@ constexpr int RUN = CODES == 1 ? 256 : 128;
 FN constexpr int code_blocks(int k, int slices) { return (k / RUN + slices - 1) / slices * (RUN / 128); }
 FN constexpr int box_bytes(int blocks) { return blocks * (128 * 1024 / RUN); }
 
-#if CODES
-// How the product of a part of a layer is cut: its items (16 rows) and their inputs, slices and blocks of a slice
-struct Cut { int items, k, slices, blocks; };
-
-FN constexpr Cut cut_of(int part) {
-    return part == 3 ? Cut{(HIDDEN + 15) / 16, INNER, DOWN_CODE_SLICES, code_blocks(INNER, DOWN_CODE_SLICES)}
-         : part == 1 ? Cut{(HIDDEN + 15) / 16, HEADS * DIM, OUT_CODE_SLICES, code_blocks(HEADS * DIM, OUT_CODE_SLICES)}
-                     : Cut{part ? INNER / 8 : (QKV + 15) / 16, HIDDEN, IN_CODE_SLICES, code_blocks(HIDDEN, IN_CODE_SLICES)};
-}
-#endif
-
 FN int copier() { return warp() - WARPS; }
 
 struct Producer {
@@ -44,21 +33,20 @@ struct Producer {
         return stage;
     }
 
-    // Copies a weight of rows x k, in tiles of `each` rows or in slices of a row. One code for all of them.
-    FN_MEMBER void plain(const u16* weight, int rows, int k, int each, int slices) {
-        const Share share = take(first, ceil_div(rows, each));
-        const int length = k / slices;
-        ROLLED for (int n = 0; n < share.count; n += slices == 1 ? 1 : WARPS)
-            ROLLED for (int slice = 0; slice < slices; ++slice)
-                ROLLED for (int e = n; e < n + (slices == 1 ? 1 : together(n, share.count)); ++e, ++next) {
-                    const int row = share.item(e) * each;
-                    const int many = copier() == 0 ? min_int(each, rows - row) : 0;
-                    u8* to = acquire(many * length * 2);
+    // Copies a weight of rows x K, in tiles of ROWS rows or in slices of a row
+    template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
+        const Share share = take(first, ceil_div(rows, ROWS));
+        for (int n = 0; n < share.count; n += SLICES == 1 ? 1 : WARPS)
+            for (int slice = 0; slice < SLICES; ++slice)
+                for (int e = n; e < n + (SLICES == 1 ? 1 : together(n, share.count)); ++e, ++next) {
+                    const int row = share.item(e) * ROWS;
+                    const int many = copier() == 0 ? min_int(ROWS, rows - row) : 0;
+                    u8* to = acquire(many * (K / SLICES * 2));
                     if (lane() || !many || !to) continue;
-                    const u16* from = weight + i64(row) * k + slice * length;
-                    const int copies = slices == 1 ? 1 : many, bytes = (slices == 1 ? many : 1) * length * 2;
-                    ROLLED for (int r = 0; r < copies; ++r)
-                        copy_bulk(to + r * bytes, from + i64(r) * k, bytes, full(next % STAGES));
+                    const u16* from = weight + i64(row) * K + slice * (K / SLICES);
+                    if (SLICES == 1) copy_bulk(to, from, many * K * 2, full(next % STAGES));
+                    else for (int r = 0; r < many; ++r)
+                        copy_bulk(to + r * (K / SLICES * 2), from + i64(r) * K, K / SLICES * 2, full(next % STAGES));
                 }
         ++phase;
     }
@@ -66,42 +54,38 @@ struct Producer {
     // Rows of gate and those of up, INNER later, in one tile
     template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {
         constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
-        const Share share = take(first, ceil_div(INNER, VALUES));
+        const Share share = take(first, INNER / VALUES);
         for (int n = 0; n < share.count; n += TILES == 1 ? 1 : WARPS)
             for (int tile = 0; tile < TILES; ++tile)
                 for (int e = n; e < n + (TILES == 1 ? 1 : together(n, share.count)); ++e, ++next) {
-                    constexpr u32 half = PAIRS * (K / SLICES) * 2;
-                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
-                    const u32 bytes = INNER % VALUES ? min_int(PAIRS, INNER - int(row)) * (K * 2) : half;
+                    constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
                     u8* to = acquire(copier() ? 0 : 2 * bytes);
                     if (lane() || copier() || !to) continue;
+                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
                     const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
                     copy_bulk(to, from, bytes, full(next % STAGES));
-                    copy_bulk(to + half, from + i64(INNER) * K, bytes, full(next % STAGES));
+                    copy_bulk(to + bytes, from + i64(INNER) * K, bytes, full(next % STAGES));
                 }
         ++phase;
     }
 
 #if CODES
-    // Copies codes of 16 rows, or of 8 rows of gate and 8 of up; a warp consumes every WARPS-th slice. One
-    // code for all parts.
-    FN_MEMBER void coded(const TensorMap* codes, const u8* scales, int part) {
-        const Cut cut = cut_of(part);
-        const int box = box_bytes(cut.blocks), scale_bytes = CODES == 1 ? cut.blocks * 32 : 0, apart = part == 2 ? INNER : 8;
-        const Share share = take(first, cut.items);
-        ROLLED for (int n = 0; n < share.count; ++n)
-            ROLLED for (int slice = 0; slice < cut.slices; ++slice, ++next) {
+    // Copies codes of 16 rows, or of 8 rows of gate and 8 of up; a warp consumes every WARPS-th slice
+    template <int K, int SLICES> FN_MEMBER void coded(const TensorMap* codes, const u8* scales, int rows, bool is_gated) {
+        constexpr int BLOCKS = code_blocks(K, SLICES), BOX = box_bytes(BLOCKS), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
+        const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
+        for (int n = 0; n < share.count; ++n)
+            for (int slice = 0; slice < SLICES; ++slice, ++next) {
                 const int item = share.item(n);
-                const bool is_mine = copier() == 0 && slice * cut.blocks < cut.k / 128;
-                u8* to = acquire(is_mine ? 2 * box + scale_bytes : 0);
+                const bool is_mine = copier() == 0 && slice * BLOCKS < K / 128;
+                u8* to = acquire(is_mine ? 2 * BOX + SCALES : 0);
                 sync_warp();
                 if (!to || !is_mine) continue;
                 if (lane() < 2)
-                    copy_box(to + lane() * box, codes, item * (part == 2 ? 8 : 16) + lane() * apart,
-                             slice * (cut.blocks * 128 / RUN), full(next % STAGES));
-                else if (CODES == 1 && lane() == 2)
-                    copy_bulk(to + 2 * box, scales + (i64(item) * cut.slices + slice) * scale_bytes, scale_bytes,
-                              full(next % STAGES));
+                    copy_box(to + lane() * BOX, codes, is_gated ? item * 8 + lane() * INNER : item * 16 + lane() * 8,
+                             slice * (BLOCKS * 128 / RUN), full(next % STAGES));
+                else if (SCALES && lane() == 2)
+                    copy_bulk(to + 2 * BOX, scales + (i64(item) * SLICES + slice) * SCALES, SCALES, full(next % STAGES));
             }
         ++phase;
     }

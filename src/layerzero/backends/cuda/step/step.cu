@@ -2,7 +2,7 @@
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
 // run ahead over the ends of phases since none of them depends on this token; the other warps
 // multiply. There is no grid barrier: a result is a word of 8 bytes, {value, tag of this token and
-// layer}, or with codes four values of the residual in 16, and a block that needs it polls that word.
+// layer}, or of 16 bytes with several values (inputs.h, eights.h), and a block that needs it polls that word.
 // Few tiles are in flight while the copies run ahead: further requests would queue in the memory system,
 // and the polls behind them.
 //
@@ -19,10 +19,6 @@
 // offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4
 // in groups of 128 (1), or fp8_e4m3 with a scale for each row (2); and the slices of their rows (codes.h).
 #include "stream.h"
-
-#ifndef DRY
-#define DRY 0
-#endif
 
 struct alignas(16) Layer {
     const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down, *angles;
@@ -81,6 +77,7 @@ FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stag
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
+// Of this layer and the next one: in registers they would have 68
 FN Layer* layer(int number) { return (Layer*)(shared() + BARRIERS_AT + 16 * STAGES + 16) + number % 2; }
 FN float* sums() { return (float*)(layer(0) + 2); }  // BATCH x WARPS
 // For products with codes (codes.h)
@@ -117,11 +114,6 @@ FN bool given_up() {
     return *lost();
 }
 
-FN bool polled_in_vain() {
-    pause();
-    return given_up();
-}
-
 FN void wait(u64* mbarrier, u32 parity) {
     while (!mbarrier_passed(mbarrier, parity) && !given_up());
 }
@@ -131,7 +123,7 @@ FN bool in_vain(const Watch& watch, int& spins) {
     return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
 }
 
-// Not inlined, as there are many of them
+// Not inlined: every tile is waited for, and the code of all phases has to stay in its cache
 OUTLINE void wait_longer(u64* mbarrier, u32 parity, u32* control, u32* problem, u64 start, u64 limit) {
     const Watch watch = {control, problem, start, limit};
     int spins = 0;
@@ -209,8 +201,6 @@ struct Target {
     const float* scales;                           // of rows with fp8 codes
     const float* x_scales;
     float norm;                                    // of x, of the row of the batch that is this lane's
-    const u64* residual;                           // words; none in the first layer: `embedded`
-    const u16* embedded[BATCH];
 #endif
 };
 
@@ -238,7 +228,7 @@ struct Consumer {
 
     // acc += rows of the tile times x, where both are 8 * UNITS long; the rows of x are STRIDE apart
     template <int ROWS, int UNITS, int STRIDE>
-    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS], bool is_dry) const {
+    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
         constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH), TURNS = (UNITS + 31) / 32;
         // No more than 8 together: the code of all phases has to stay in its cache. As many in each round, so
         // that few have lanes past the end, which cost much where loads wait for a branch.
@@ -248,11 +238,9 @@ struct Consumer {
         float part[CHAINS][BATCH][ROWS];
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
-        if (!is_dry) tile(number);
-        const u8* at = shared() + number % STAGES * STAGE + lane() * 16;
-        const int turns = is_dry ? TOGETHER : TURNS;
+        const u8* at = tile(number) + lane() * 16;
         const u16* from = x + lane() * 8;
-        ROLLED for (int turn = 0; turn < (DRY ? turns : TURNS); turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
+        ROLLED for (int turn = 0; turn < TURNS; turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
             UNROLL for (int n = 0; n < TOGETHER; ++n) {
                 const bool inside = WHOLE || (turn + n) * 32 + lane() < UNITS;
                 UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -263,7 +251,7 @@ struct Consumer {
                                                      part[n % CHAINS][b][r]);
                 }
             }
-        if (!is_dry) release(number);
+        release(number);
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] += part[c][b][r];
     }
@@ -280,16 +268,15 @@ struct Consumer {
         if (to.kind == TO_LOGITS) to.logits[i64(b) * to.rows + row] = *lost() ? bits_float(0x7FC00000u) : sum;
         else
             post(to.words + b * to.rows + row,
-                 word(float_bits(sum + (CODED || to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
+                 word(float_bits(sum + (to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
     }
 
     // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
     // and two values to a word, for which a warp takes two tiles if it must.
-    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to, bool is_dry = false) {
-        const int first_before = first;
+    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
-        const Share share = take(first, ceil_div(gated ? INNER : to.rows, gated ? values : ROWS));
+        const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
         ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < share.count; n += WARPS) {
             const int row = share.item(n) * ROWS + min_int(lane(), ROWS - 1);
             const bool wanted = lane() < ROWS && row < to.rows;
@@ -300,13 +287,8 @@ struct Consumer {
                 UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
                 ROLLED for (int s = 0; s < SLICES; ++s) {
                     const int number = next + sequence(n, g * SLICES + s, tiles, share.count);
-                    if (tiles > 1 && together(n, share.count) < WARPS && !is_dry) wait_for_stage(number);
-                    multiply<ROWS, K / SLICES / 8, K>(number, x + s * (K / SLICES), acc, is_dry);
-                    if (is_dry) break;
-                }
-                if (is_dry) {
-                    UNROLL for (int r = 0; r < ROWS; ++r) keep_computed(acc[0][r]);
-                    break;
+                    if (tiles > 1 && together(n, share.count) < WARPS) wait_for_stage(number);
+                    multiply<ROWS, K / SLICES / 8, K>(number, x + s * (K / SLICES), acc);
                 }
                 UNROLL for (int b = 0; b < BATCH; ++b) {
                     UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
@@ -317,14 +299,7 @@ struct Consumer {
                         continue;
                     }
                     u64* at = to.words + b * (INNER / 2) + share.item(n) * (values / 2);
-                    if (ROWS == 6) {               // the last word has to be one of a pair
-                        constexpr int WORDS = (INNER + 2) / 3 + 1 & ~1;
-                        const int item = share.item(n);
-                        const u32 pair = pack2<true>(activated(acc[b][0], acc[b][3 % ROWS]), activated(acc[b][1 % ROWS], acc[b][4 % ROWS]));
-                        const u32 third = pack2<true>(activated(acc[b][2 % ROWS], acc[b][5 % ROWS]), 0) & 0xFFFF;
-                        if (lane() == 0 || lane() == 1 && item + 2 == WORDS && item * 3 + 3 >= INNER)
-                            post(to.words + b * WORDS + item + lane(), u64(u16(to.tag)) << 48 | u64(third) << 32 | pair);
-                    } else if (ROWS == 2) {
+                    if (ROWS == 2) {
                         const float value = activated(acc[b][0], acc[b][1 % ROWS]);
                         if (g && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
                         before[b] = value;
@@ -337,11 +312,6 @@ struct Consumer {
                     }
                 }
             }
-            if (is_dry) break;
-        }
-        if (is_dry) {
-            first = first_before;
-            return;
         }
         next += share.count * tiles;
         ++phase;
@@ -360,7 +330,6 @@ struct Consumer {
 #include "attention.h"
 
 // One launch
-
 
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
@@ -388,37 +357,34 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
     sync_block();
     if (warp() >= WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
-        Layer at = p.layers[0], following = at;    // asked for a layer before it is needed
-        ROLLED for (int n = 0; n <= 4 * p.layer_count && !*lost(); ++n) {
-            const int part = n & 3, l = n / 4;
-            const bool is_last = l == p.layer_count;
+        Layer following = p.layers[0];             // asked for a layer before it is needed
+        ROLLED for (int l = 0; l < p.layer_count; ++l) {
+            const Layer at = following;
+            following = p.layers[min_int(l + 1, p.layer_count - 1)];
+            const Spread over = spread(at.window, position);
             const TensorMap* maps = p.maps + MAPS * l;
-            if (part == 0 && !is_last) {
-                at = following;
-                following = p.layers[min_int(l + 1, p.layer_count - 1)];
-                if (lane() < MAPS && copier() == 0) {
-                    map_ready(maps + lane());
-                    prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
-                }
+            if (lane() < MAPS && copier() == 0) {
+                map_ready(maps + lane());
+                prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
             }
 #if CODES
-            if (is_last) work.plain(p.head, p.vocab, HIDDEN, IN_ROWS, IN_SLICES);
-            else work.coded(maps + part, part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
-                                                                                              : at.down_scales, part);
+            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 0, at.qkv_scales, QKV, false);
+            work.cached(at, maps + 4, over, p.capacity);
+            if (over.splits > 1) take(work.first, MERGES);
+            work.coded<HEADS * DIM, OUT_CODE_SLICES>(maps + 1, at.out_scales, HIDDEN, false);
+            work.coded<HIDDEN, IN_CODE_SLICES>(maps + 2, at.gate_up_scales, INNER, true);
+            work.coded<INNER, DOWN_CODE_SLICES>(maps + 3, at.down_scales, HIDDEN, false);
 #else
-            if (part == 2) work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
-            else
-                work.plain(is_last ? p.head : part == 0 ? at.qkv : part == 1 ? at.out : at.down,
-                           is_last ? p.vocab : part == 0 ? QKV : HIDDEN, part == 0 ? HIDDEN : part == 1 ? HEADS * DIM : INNER,
-                           part == 0 ? IN_ROWS : part == 1 ? OUT_ROWS : DOWN_ROWS,
-                           part == 0 ? IN_SLICES : part == 1 ? OUT_SLICES : DOWN_SLICES);
+            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
+            work.cached(at, maps, over, p.capacity);
+            if (over.splits > 1) take(work.first, MERGES);
+            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
+            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
 #endif
-            if (part == 0 && !is_last) {
-                const Spread over = spread(at.window, position);
-                work.cached(at, maps + (CODES ? 4 : 0), over, p.capacity);
-                if (over.splits > 1) take(work.first, MERGES);
-            }
+            if (*lost()) break;
         }
+        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
         int spins = 0;
         while (*phase_now() != ALL_DONE && !in_vain(watch, spins));
         if (*lost()) {                             // nothing may land after the block has ended
@@ -439,52 +405,38 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
             const Layer& at = *layer(min_int(l, p.layer_count - 1));
-            if (part == 1 && thread() < UNITS) {   // asked for early
-                copy_small((Four*)layer(l + 1) + thread(), (const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
-                copy_commit();
-            }
-            if (part == 2) copy_wait<0>();
-#if CODES
-            Consumer::Held held;
-            held.is_there = false;
-            if (Consumer::HOLDS && !is_last) work.hold(part, held);
-#endif
-            ROLLED for (int pass = DRY && !is_last ? 0 : 1; pass < 2; ++pass) {
+            const bool keeps_next = part == 1 && thread() < UNITS;     // asked for early
+            Four following;
+            if (keeps_next) following = load4((const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
             float norm = 1;
-            if (!pass) {
-            } else if (part % 2 == 0)
+            if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
             else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_values<INNER>(words + INNER_AT, tag, odd_x());
-            if (pass) work.entered();
-            if (pass) STAMP(work.phase, 0);
-            if (part == 0 && pass) tag = launch * u32(p.layer_count) + l;
-            const u64* before = stream;
-            if (part == 1 && pass) stream = words + MIDDLE_AT;
-            if (part == 3 && pass) stream = words + END_AT;
+            if (keeps_next) store4((Four*)layer(l + 1) + thread(), following);
+            work.entered();
+            STAMP(work.phase, 0);
+            if (part == 0) tag = launch * u32(p.layer_count) + l;
+            if (part == 1) stream = words + MIDDLE_AT;
+            if (part == 3) stream = words + END_AT;
             Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
 #if CODES
             to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.gate_up_scales
                                                                                             : at.down_scales);
-            to.x_scales = x_scales(part % 2), to.norm = norm, to.residual = before;
-            UNROLL for (int b = 0; b < BATCH; ++b) to.embedded[b] = before ? nullptr : embedded(p, b);
-            const u8* x = (const u8*)(part % 2 ? odd_x() : even_x());
-            float begun[Consumer::COLUMNS][2] = {};
-            if (held.is_there && pass) Consumer::multiply_held(held, part, x, to.x_scales, begun);
+            to.x_scales = x_scales(part % 2), to.norm = norm;
             if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
-            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(x, to, held.is_there, begun, !pass);
-            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(x, to, held.is_there, begun, !pass);
-            else work.coded<HIDDEN, IN_CODE_SLICES>(x, to, held.is_there, begun, !pass);
+            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>((const u8*)odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>((const u8*)odd_x(), to);
+            else work.coded<HIDDEN, IN_CODE_SLICES>((const u8*)(part == 1 ? odd_x() : even_x()), to);
 #else
-            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to, !pass);
-            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to, !pass);
-            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to, !pass);
-            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to, !pass);
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
 #endif
-            }
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);

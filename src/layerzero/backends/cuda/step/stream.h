@@ -35,13 +35,6 @@ FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
     return complete;
 }
 
-FN bool mbarrier_is_past(u64* mbarrier, u32 parity) {      // the same, but does not wait
-    u32 complete;
-    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; "
-                 "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(shared_address(mbarrier)), "r"(parity) : "memory");
-    return complete;
-}
-
 // Sizes and addresses are multiples of 16.
 FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -151,18 +144,6 @@ FN u64 clock_ns() {
     u64 v;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
     return v;
-}
-
-FN void keep_computed(float v) { asm volatile("" :: "f"(v)); }    // though nobody uses it
-
-#ifndef NAP
-#define NAP 0
-#endif
-// Before a word is polled again
-FN void pause() {
-#if NAP
-    asm volatile("nanosleep.u32 %0;" :: "n"(NAP));
-#endif
 }
 
 FN void yield() {}                                 // where a loop waits for another thread

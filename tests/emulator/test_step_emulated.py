@@ -160,6 +160,10 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
      {"positions": (15, 100), "window": 70}),
     (Shape(128, 2, 1, 128, 64, 96, 37, 2), Config(2, 4, 3, 2, 16, 8192, 1), 4,
      {"positions": (121,), "window": 57}),
+    # one loop of the producer, for whole rows and for slices
+    (SMALL, SMALL_CONFIG._replace(one_loop=True), 5, {"positions": (0, 100), "window": 40}),
+    (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2),
+     Config(2, 4, 3, 2, 48, 2560, one_loop=True), 4, {"positions": (70,)}),
     # codes: rows that are no whole tiles of the head, and slices
     (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
      Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),

@@ -16,7 +16,8 @@
 // HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, FIRST_POLLS and
 // LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
 // slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
-// offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4
+// offsets of the parts of the shared memory and of the words. ONE_LOOP: the producer has one code for all plain
+// weights, in place of one for each. CODES: the layers' weights are bf16 (0), int4
 // in groups of 128 (1), or fp8_e4m3 with a scale for each row (2); and the slices of their rows (codes.h).
 #include "stream.h"
 
@@ -329,8 +330,6 @@ struct Consumer {
 
 #include "attention.h"
 
-// One launch
-
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
 KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
@@ -357,6 +356,33 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
     sync_block();
     if (warp() >= WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
+#if ONE_LOOP
+        Layer at = p.layers[0], following = at;    // asked for a layer before it is needed
+        ROLLED for (int n = 0; n <= 4 * p.layer_count && !*lost(); ++n) {
+            const int part = n & 3, l = n / 4;
+            const bool is_last = l == p.layer_count;
+            const TensorMap* maps = p.maps + MAPS * l;
+            if (part == 0 && !is_last) {
+                at = following;
+                following = p.layers[min_int(l + 1, p.layer_count - 1)];
+                if (lane() < MAPS && copier() == 0) {
+                    map_ready(maps + lane());
+                    prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
+                }
+            }
+            if (part == 2) work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
+            else
+                work.plain(is_last ? p.head : part == 0 ? at.qkv : part == 1 ? at.out : at.down,
+                           is_last ? p.vocab : part == 0 ? QKV : HIDDEN, part == 0 ? HIDDEN : part == 1 ? HEADS * DIM : INNER,
+                           part == 0 ? IN_ROWS : part == 1 ? OUT_ROWS : DOWN_ROWS,
+                           part == 0 ? IN_SLICES : part == 1 ? OUT_SLICES : DOWN_SLICES);
+            if (part == 0 && !is_last) {
+                const Spread over = spread(at.window, position);
+                work.cached(at, maps, over, p.capacity);
+                if (over.splits > 1) take(work.first, MERGES);
+            }
+        }
+#else
         Layer following = p.layers[0];             // asked for a layer before it is needed
         ROLLED for (int l = 0; l < p.layer_count; ++l) {
             const Layer at = following;
@@ -385,6 +411,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             if (*lost()) break;
         }
         if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+#endif
         int spins = 0;
         while (*phase_now() != ALL_DONE && !in_vain(watch, spins));
         if (*lost()) {                             // nothing may land after the block has ended
@@ -405,16 +432,26 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
             const Layer& at = *layer(min_int(l, p.layer_count - 1));
+#if ONE_LOOP
+            if (part == 1 && thread() < UNITS) {   // asked for early
+                copy_small((Four*)layer(l + 1) + thread(), (const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+                copy_commit();
+            }
+            if (part == 2) copy_wait<0>();
+#else
             const bool keeps_next = part == 1 && thread() < UNITS;     // asked for early
             Four following;
             if (keeps_next) following = load4((const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+#endif
             float norm = 1;
             if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
             else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
             else load_values<INNER>(words + INNER_AT, tag, odd_x());
+#if !ONE_LOOP
             if (keeps_next) store4((Four*)layer(l + 1) + thread(), following);
+#endif
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;

@@ -5,10 +5,10 @@ bytes takes.
     python benchmarks/persistent_step.py --model 8b --variants 3:9:4:2:256,4:8:6:2:512 --profile
 
 Seeded bf16 weights in the shape of a known model. A variant is
-warps:stages:flight:ahead:chunk[:tile[:copiers[:first polls[:later]]]], as plan.Config has them. Every context is checked first: the
-error against fp32 beside that of the same formulas in bf16. Then CUDA graphs of all variants are
-replayed in turns, `--steps` dependent steps at a time; the median of all rounds is printed. Needs a
-CUDA device.
+warps:stages:flight:ahead:chunk[:tile[:copiers[:first polls[:later[:one loop]]]]], as plan.Config has
+them. Every context is checked first: the error against fp32 beside that of the same formulas in
+bf16. Then CUDA graphs of all variants are replayed in turns, `--steps` dependent steps at a time;
+the median of all rounds is printed. Needs a CUDA device.
 
     python benchmarks/persistent_step.py --model 1b --transformers
 

@@ -160,6 +160,10 @@ CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
      {"positions": (15, 100), "window": 70}),
     (Shape(128, 2, 1, 128, 64, 96, 37, 2), Config(2, 4, 3, 2, 16, 8192, 1), 4,
      {"positions": (121,), "window": 57}),
+    # one loop of the producer, for whole rows and for slices
+    (SMALL, SMALL_CONFIG._replace(one_loop=True), 5, {"positions": (0, 100), "window": 40}),
+    (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2),
+     Config(2, 4, 3, 2, 48, 2560, one_loop=True), 4, {"positions": (70,)}),
     # codes: rows that are no whole tiles of the head, and slices
     (Shape(256, 8, 1, 32, 16, 768, 37, 2, bias=True, codes="int4"),
      Config(2, 4, 4, 2, 48, 2816), 4, {"positions": (40,)}),
@@ -205,6 +209,18 @@ def test_inputs_of_very_different_size(codes: str) -> None:
     assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max()
     decoder.embed[7, 3] = torch.nan                # is not lost on the way
     assert decoder.step(torch.tensor([[7]]), torch.tensor([40, 41])).isnan().all()
+
+
+def test_tags_that_words_have_only_in_part() -> None:
+    """Words of eight values have 12 bits of the tag, which start again from 0."""
+    shape, logits = Shape(256, 8, 1, 32, 16, 512, 37, 2, codes="int4"), []
+    decoder = Decoder(shape, Config(2, 4, 4, 2, 48, 4096), 3)
+    for launches in (0, (1 << 12) // shape.layers - 2, None, None):
+        if launches is not None:
+            decoder.step._control[0] = launches
+        logits.append(decoder.step(torch.tensor([[7]]), torch.tensor([40, 41])).clone())
+    assert not decoder.step.timed_out()
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
 def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:

@@ -121,6 +121,16 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
         }
 }
 
+// Four values of a head; all lanes call it
+FN void post_attention(u64* words, int query, int quad, const float (&v)[4], u32 tag, bool wanted) {
+#if CODES
+    post_fours(words + ATTENTION_AT + (query * (DIM / 4) + quad) / 2 * 2, v, tag, wanted);
+#else
+    u64* to = words + ATTENTION_AT + query * (DIM / 2) + 2 * quad;
+    if (wanted) post(to, word(pack2<true>(v[0], v[1]), tag)), post(to + 1, word(pack2<true>(v[2], v[3]), tag));
+#endif
+}
+
 FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* words, u32 tag, const Params& p) {
     const Share share = take(work.first, over.workers());
     const Scratch at = scratch();
@@ -146,7 +156,7 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
                 return of + 2 * (unit < QUERIES || last ? unit : 0);
             },
-            tag, [=](int unit, Words v, int) {
+            HaveTag{tag}, [=](int unit, Words v, int) {
                 at.raw[2 * unit] = bits_float(u32(v.x)), at.raw[2 * unit + 1] = bits_float(u32(v.y));
             });
         sync_first(THREADS);
@@ -185,9 +195,11 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
         over_cached(work, over, split, at, p.scale);
         work.next += over.tiles(split);
         sync_first(THREADS);
-        ROLLED for (int unit = thread(); unit < GROUP * DIM / 2; unit += THREADS) {
-            const int row = unit / (DIM / 2), d = unit % (DIM / 2) * 2, query = b * HEADS + head * GROUP + row;
-            float top = NONE, sum = 0, left = 0, right = 0, tops[WARPS + 1];
+        constexpr int QUADS = GROUP * DIM / 4;
+        ROLLED for (int first = 32 * warp(); first < QUADS; first += THREADS) {
+            const int unit = min_int(first + lane(), QUADS - 1), row = unit / (DIM / 4), quad = unit % (DIM / 4);
+            const int query = b * HEADS + head * GROUP + row;
+            float top = NONE, sum = 0, v[4] = {0, 0, 0, 0}, tops[WARPS + 1];
             UNROLL for (int w = 0; w <= WARPS; ++w) {      // the new token's part is the last
                 tops[w] = w < WARPS || last ? at.parts[(w * GROUP + row) * OUT_PITCH + DIM] : NONE;
                 top = fmaxf(top, tops[w]);
@@ -197,16 +209,16 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 const float* part = at.parts + (w * GROUP + row) * OUT_PITCH;
                 const float by = fast_exp2(tops[w] - top);
                 sum += part[DIM + 1] * by;
-                left += part[d] * by;
-                right += part[d + 1] * by;
+                UNROLL for (int e = 0; e < 4; ++e) v[e] += part[4 * quad + e] * by;
             }
             const float by = 1.0f / sum;
-            const u64 both = word(pack2<true>(left * by, right * by), tag);
-            if (over.splits == 1) post(words + ATTENTION_AT + query * (DIM / 2) + d / 2, both);
-            else {
-                post(words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + d / 2, both);
-                if (d == 0) post(words + SUMS_AT + query * SPLITS + split, word(float_bits(top + fast_log2(sum)), tag));
-            }
+            UNROLL for (int e = 0; e < 4; ++e) v[e] *= by;
+            const bool wanted = first + lane() < QUADS;
+            if (over.splits == 1) post_attention(words, query, quad, v, tag, wanted);
+            else if (wanted)
+                post_whole(words + PARTS_AT + ((query * SPLITS + split) * (DIM / 4) + quad) * 2,
+                           {u64(pack2<true>(v[2], v[3])) << 32 | pack2<true>(v[0], v[1]),
+                            word(float_bits(top + fast_log2(sum)), tag)});
         }
         sync_first(THREADS);                       // the next worker, or the product that follows, may write here
         STAMP(work.phase, 1);
@@ -214,46 +226,48 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
     ++work.phase;
 }
 
-// Merges the splits of a head: a warp has PIECE words of it, and polls those of 16 splits at once. The code
-// is short, since its instructions are fetched again in every layer.
+// Merges the splits of a head: a warp has PIECE words of each, four values and the logarithm of the split's
+// sum, and polls those of 16 splits at once. The code is short, since its instructions are fetched again in
+// every layer.
 FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
     const Share share = take(work.first, MERGES);
-    constexpr int BESIDE = 32 / PIECE, EACH = 4, MANY = BESIDE * EACH;     // splits of a lane's neighbours, its own, all
+    constexpr int BESIDE = 32 / PIECE, EACH = 2, MANY = BESIDE * EACH;     // splits of a lane's neighbours, its own, all
     ROLLED for (int n = warp(); n < share.count; n += WARPS) {
-        const int query = share.item(n) / PIECES, place = share.item(n) % PIECES * PIECE + lane() % PIECE;
-        float top = NONE, whole = 0, left = 0, right = 0;
-        ROLLED for (int split = 0; split < over.splits; split += MANY) {
-            const int many = min_int(MANY, over.splits - split);
-            const u64* sums = words + SUMS_AT + query * SPLITS + split;
-            const u64* parts = words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + place;
-            u64 sum, part[EACH];
+        const int query = share.item(n) / PIECES, quad = share.item(n) % PIECES * PIECE + lane() % PIECE;
+        float top = NONE, whole = 0, v[4] = {0, 0, 0, 0};
+        ROLLED for (int split = lane() / PIECE; split < ceil_div(over.splits, BESIDE) * BESIDE; split += MANY) {
+            const u64* parts = words + PARTS_AT + (query * SPLITS * (DIM / 4) + quad) * 2;
+            Words part[EACH];
             bool all;
-            do sum = peek(sums + min_int(lane(), many - 1));   // alone: polls of words that have not arrived delay the others
-            while (u32(sum >> 32) != tag && !given_up());
             do {
                 all = true;
                 UNROLL for (int e = 0; e < EACH; ++e) {
-                    part[e] = peek(parts + min_int(e * BESIDE + lane() / PIECE, many - 1) * (DIM / 2));
-                    all &= u32(part[e] >> 32) == tag;
+                    part[e] = peek_whole(parts + min_int(split + e * BESIDE, over.splits - 1) * (DIM / 2));
+                    all &= u32(part[e].y >> 32) == tag;
                 }
             } while (!all && !given_up());
-            const float log_sum = lane() < many ? bits_float(u32(sum)) : NONE, before = top;
-            top = fmaxf(top, warp_max(log_sum));
-            const float by = fast_exp2(log_sum - top), rescale = fast_exp2(before - top);
-            whole = whole * rescale + warp_sum(by);
-            left *= rescale, right *= rescale;
             UNROLL for (int e = 0; e < EACH; ++e) {
-                const float weight = shuffle(by, e * BESIDE + lane() / PIECE);   // 0 past the end
-                left += weight * low(u32(part[e]));
-                right += weight * high(u32(part[e]));
+                const float log_sum = split + e * BESIDE < over.splits ? bits_float(u32(part[e].y)) : NONE;
+                const float before = top;
+                top = fmaxf(top, log_sum);
+                const float by = log_sum == NONE ? 0.0f : fast_exp2(log_sum - top), rescale = fast_exp2(before - top);
+                whole = whole * rescale + by;
+                v[0] = v[0] * rescale + by * low(u32(part[e].x)), v[1] = v[1] * rescale + by * high(u32(part[e].x));
+                v[2] = v[2] * rescale + by * low(u32(part[e].x >> 32));
+                v[3] = v[3] * rescale + by * high(u32(part[e].x >> 32));
             }
         }
+        float most = top;
+        UNROLL for (int mask = PIECE; mask < 32; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
+        const float rescale = fast_exp2(top - most);
+        whole *= rescale;
+        UNROLL for (int e = 0; e < 4; ++e) v[e] *= rescale;
         UNROLL for (int mask = PIECE; mask < 32; mask *= 2) {
-            left += shuffle_xor(left, mask);
-            right += shuffle_xor(right, mask);
+            whole += shuffle_xor(whole, mask);
+            UNROLL for (int e = 0; e < 4; ++e) v[e] += shuffle_xor(v[e], mask);
         }
         const float by = 1.0f / whole;
-        if (lane() < PIECE)
-            post(words + ATTENTION_AT + query * (DIM / 2) + place, word(pack2<true>(left * by, right * by), tag));
+        UNROLL for (int e = 0; e < 4; ++e) v[e] *= by;
+        post_attention(words, query, quad, v, tag, lane() < PIECE);
     }
 }

@@ -150,9 +150,7 @@ template <int PARTS> FN_MEMBER static void add_up(const Owed& owed, const Target
             const int v = lane() % 8;
             const float value = activated(total<PARTS>(owed.round, owed.last, v, b) * owed.scale[0] * by,
                                           total<PARTS>(owed.round, owed.last, v + 8, b) * owed.scale[1] * by);
-            const float other = shuffle_xor(value, 1);
-            if (lane() < 8 && v % 2 == 0)
-                post(to.words + b * (INNER / 2) + owed.item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
+            post_ones(to.words + (b * (INNER / 8) + owed.item) * 2, value, to.tag);
             continue;
         }
         const int row = owed.item * 16 + lane() % 16;

@@ -3,8 +3,8 @@
 // have arrived by then: every poll of a word that has not arrived delays the stores of other blocks.
 
 // Polls COUNT of the pairs of words that belong to this thread, from its n-th on; or, if WHOLE, words of 16 bytes
-template <int UNITS, int COUNT, bool WHOLE, typename Place, typename Take, typename Then>
-FN void receive_some(int n, const Place& place, u32 tag, const Take& take, const Then& then) {
+template <int UNITS, int COUNT, bool WHOLE, typename Place, typename Arrived, typename Take, typename Then>
+FN void receive_some(int n, const Place& place, const Arrived& arrived, const Take& take, const Then& then) {
     Words v[COUNT];
     bool all;
     do {
@@ -13,7 +13,7 @@ FN void receive_some(int n, const Place& place, u32 tag, const Take& take, const
             const int unit = (n + u) * THREADS + thread();
             if (unit >= UNITS) continue;
             v[u] = WHOLE ? peek_whole(place(unit)) : peek2(place(unit));
-            all &= (WHOLE || u32(v[u].x >> 32) == tag) && u32(v[u].y >> 32) == tag;
+            all &= arrived(v[u]);
         }
     } while (!all && !given_up());
     UNROLL for (int u = 0; u < COUNT; ++u)
@@ -22,22 +22,27 @@ FN void receive_some(int n, const Place& place, u32 tag, const Take& take, const
         if ((n + u) * THREADS + thread() < UNITS) then((n + u) * THREADS + thread(), u);
 }
 
+struct HaveTag {                                   // of pairs of words
+    u32 tag;
+    FN_MEMBER bool operator()(Words v) const { return u32(v.x >> 32) == tag && u32(v.y >> 32) == tag; }
+};
+
 struct Nothing { FN_MEMBER void operator()(int, int) const {} };
 
 constexpr int POLLS = max_int(FIRST_POLLS, LATER_POLLS);   // of a thread at a time, at most
 
 // Polls UNITS pairs of words, at place(unit). Of those that are polled together it calls take(unit, words, number)
 // for each, then then(unit, number) for each, numbers from 0 on.
-template <int UNITS, bool WHOLE = false, typename Place, typename Take, typename Then = Nothing>
-FN void receive_at(const Place& place, u32 tag, const Take& take, const Then& then = {}) {
+template <int UNITS, bool WHOLE = false, typename Place, typename Arrived, typename Take, typename Then = Nothing>
+FN void receive_at(const Place& place, const Arrived& arrived, const Take& take, const Then& then = {}) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, FIRST = min_int(EACH, FIRST_POLLS);
     if constexpr (LATER_POLLS > FIRST_POLLS) {
         constexpr int REST = EACH - FIRST, TURNS = (REST + LATER_POLLS - 1) / LATER_POLLS;
         constexpr int LATER = TURNS ? (REST + TURNS - 1) / TURNS : 1;
-        receive_some<UNITS, FIRST, WHOLE>(0, place, tag, take, then);
-        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WHOLE>(n, place, tag, take, then);
+        receive_some<UNITS, FIRST, WHOLE>(0, place, arrived, take, then);
+        ROLLED for (int n = FIRST; n < EACH; n += LATER) receive_some<UNITS, LATER, WHOLE>(n, place, arrived, take, then);
     } else                                         // less code: one loop for all of them
-        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WHOLE>(n, place, tag, take, then);
+        ROLLED for (int n = 0; n < EACH; n += FIRST) receive_some<UNITS, FIRST, WHOLE>(n, place, arrived, take, then);
 }
 
 #if CODES
@@ -81,17 +86,24 @@ struct Group {
 };
 #endif
 
-// Receives K values of each row of the batch, two to a word
-template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x) {
-    UNROLL for (int b = 0; b < BATCH; ++b) {
-        const auto place = [=](int unit) { return from + b * (K / 2) + 2 * unit; };
 #if CODES
-        Group groups[POLLS];
-        receive_at<K / 4>(place, tag, [&](int, Words v, int u) {
-            groups[u].set(low(u32(v.x)), high(u32(v.x)), low(u32(v.y)), high(u32(v.y)));
-        }, [&](int unit, int u) { groups[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), unit / 32); });
+#include "eights.h"
+#endif
+
+// Receives K values of each row of the batch, two to a word, or eight
+template <int K> FN void load_values(const u64* from, u32 tag, u16* x) {
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+#if CODES
+        constexpr int UNITS = K / 8;               // whole warps: the last lanes may have the last word again
+        Eight eights[POLLS];
+        receive_at<(UNITS + 31) / 32 * 32, true>(
+            [=](int unit) { return from + (b * UNITS + min_int(unit, UNITS - 1)) * 2; }, [=](Words v) { return has_tag(v, tag); },
+            [&](int, Words v, int u) { eights[u].set(v); },
+            [&](int unit, int u) {
+                eights[u].store((u8*)(x + b * K), x_scales(true) + b * (K / 128), min_int(unit, UNITS - 1));
+            });
 #else
-        receive_at<K / 4>(place, tag, [=](int unit, Words v, int) {
+        receive_at<K / 4>([=](int unit) { return from + b * (K / 2) + 2 * unit; }, HaveTag{tag}, [=](int unit, Words v, int) {
             ((u64*)(x + b * K))[unit] = u64(u32(v.y)) << 32 | u32(v.x);
         });
 #endif
@@ -141,7 +153,8 @@ FN float load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16
         float* to = residual() + b * HIDDEN;
         float square = 0;
         if (from) {
-            receive_at<UNITS, CODED>([=](int unit) { return from + b * (HIDDEN / WIDE) + 2 * unit; }, tag,
+            receive_at<UNITS, CODED>([=](int unit) { return from + b * (HIDDEN / WIDE) + 2 * unit; },
+                                     [=](Words v) { return (CODED || u32(v.x >> 32) == tag) && u32(v.y >> 32) == tag; },
                                      [&](int unit, Words v, int) {
                 float values[MANY];
                 unpack(v, values);

@@ -72,6 +72,7 @@ class Config(NamedTuple):
     copiers: int = 1           # warps that copy
     first_polls: int = 8       # results that a thread asks for at a time, until they are there,
     later_polls: int = 8       # and after that
+    one_loop: bool = False     # one code of the producer for all weights; not for codes
     stamps: bool = False       # keep the time of every phase, for a profile
 
 
@@ -160,7 +161,6 @@ class WordOffsets(NamedTuple):
 
     QKV_AT: int
     PARTS_AT: int
-    SUMS_AT: int
     ATTENTION_AT: int
     MIDDLE_AT: int
     INNER_AT: int
@@ -170,7 +170,7 @@ class WordOffsets(NamedTuple):
 
 def word_offsets(shape: Shape, splits: int) -> WordOffsets:
     queries = shape.batch * shape.heads
-    many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2, queries * splits,
+    many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2,
             queries * shape.dim // 2, shape.batch * shape.hidden, shape.batch * shape.inner // 2,
             shape.batch * shape.hidden)
     starts = [0]
@@ -198,6 +198,7 @@ def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     starts = [cfg.stages * stage_bytes(shape, cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden,
               16 * cfg.stages + 32 + 4 * shape.batch * cfg.warps
+              + 2 * (_CODED if shape.codes else _LAYER).size
               + (_code_bytes(shape, cfg) if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return SharedLayout(*starts)
@@ -260,13 +261,12 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
 def candidate_configs(shape: Shape, machine: Machine) -> list[Config]:
     """Returns the configurations that are worth a trial, the likeliest first, as measured on an
     H200: a tile is a whole row that is little longer than others; fewer stages where what is kept
-    of x leaves less room."""
+    of x leaves less room; one loop with heads of 128, which won 1 % there and lost it with 64."""
     tile, row = Config().tile, 2 * shape.inner
     size = row if tile < row <= tile * 9 // 8 else tile
-    by_rows = [Config(warps, stages, stages, tile=size)
+    by_rows = [Config(warps, stages, stages, tile=size, one_loop=shape.dim >= 128)
                for warps, stages in ((4, 12), (5, 10), (4, 8), (3, 6))]
-    polls = 4 if shape.codes == "fp8_e4m3" else 8
-    coded = [[Config(warps, stages, stages, tile=tile, first_polls=polls, later_polls=24)
+    coded = [[Config(warps, stages, stages, tile=tile, first_polls=4, later_polls=24)
               for warps, stages in sizes]
              for tile, sizes in ((17408, ((8, 10), (8, 8))), (9216, ((8, 8), (4, 4))))]
     fitting = [next((cfg for cfg in kind if problem(shape, cfg, machine) is None), None)
@@ -294,6 +294,7 @@ def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "FLIGHT": cfg.flight, "AHEAD": cfg.ahead, "CHUNK": cfg.chunk,
         "TOKENS": cached_tokens(shape.dim, cfg.tile), "COPIERS": cfg.copiers,
         "FIRST_POLLS": cfg.first_polls, "LATER_POLLS": cfg.later_polls,
+        "ONE_LOOP": int(cfg.one_loop and not shape.codes),
         "SPLITS": splits, "GRID": blocks, "STAMPS": int(cfg.stamps),
         "GATE_PAIRS": gate.rows, "GATE_SLICES": gate.slices,
         "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),

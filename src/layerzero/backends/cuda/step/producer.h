@@ -33,6 +33,26 @@ struct Producer {
         return stage;
     }
 
+#if ONE_LOOP
+    // Copies a weight of rows x k, in tiles of `each` rows or in slices of a row. One code for all weights.
+    FN_MEMBER void plain(const u16* weight, int rows, int k, int each, int slices) {
+        const Share share = take(first, ceil_div(rows, each));
+        const int length = k / slices;
+        ROLLED for (int n = 0; n < share.count; n += slices == 1 ? 1 : WARPS)
+            ROLLED for (int slice = 0; slice < slices; ++slice)
+                ROLLED for (int e = n; e < n + (slices == 1 ? 1 : together(n, share.count)); ++e, ++next) {
+                    const int row = share.item(e) * each;
+                    const int many = copier() == 0 ? min_int(each, rows - row) : 0;
+                    u8* to = acquire(many * length * 2);
+                    if (lane() || !many || !to) continue;
+                    const u16* from = weight + i64(row) * k + slice * length;
+                    const int copies = slices == 1 ? 1 : many, bytes = (slices == 1 ? many : 1) * length * 2;
+                    ROLLED for (int r = 0; r < copies; ++r)
+                        copy_bulk(to + r * bytes, from + i64(r) * k, bytes, full(next % STAGES));
+                }
+        ++phase;
+    }
+#else
     // Copies a weight of rows x K, in tiles of ROWS rows or in slices of a row
     template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
         const Share share = take(first, ceil_div(rows, ROWS));
@@ -50,6 +70,7 @@ struct Producer {
                 }
         ++phase;
     }
+#endif
 
     // Rows of gate and those of up, INNER later, in one tile
     template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {

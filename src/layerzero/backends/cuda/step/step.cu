@@ -2,7 +2,7 @@
 // of the weights, and of the keys and values that are cached, through a ring in shared memory, and
 // run ahead over the ends of phases since none of them depends on this token; the other warps
 // multiply. There is no grid barrier: a result is a word of 8 bytes, {value, tag of this token and
-// layer}, or with codes four values of the residual in 16, and a block that needs it polls that word.
+// layer}, or of 16 bytes with several values (inputs.h, eights.h), and a block that needs it polls that word.
 // Few tiles are in flight while the copies run ahead: further requests would queue in the memory system,
 // and the polls behind them.
 //
@@ -16,7 +16,8 @@
 // HEAD_NORMS, ACTIVATION, WARPS, COPIERS, STAGES, STAGE (bytes), FLIGHT, AHEAD, FIRST_POLLS and
 // LATER_POLLS (inputs.h), and of each product the rows (or pairs of gate and up) of a tile and the
 // slices of a row; TOKENS of a tile of the cache, CHUNK tokens at least of a split, SPLITS at most;
-// offsets of the parts of the shared memory and of the words. CODES: the layers' weights are bf16 (0), int4
+// offsets of the parts of the shared memory and of the words. ONE_LOOP: the producer has one code for all plain
+// weights, in place of one for each. CODES: the layers' weights are bf16 (0), int4
 // in groups of 128 (1), or fp8_e4m3 with a scale for each row (2); and the slices of their rows (codes.h).
 #include "stream.h"
 
@@ -55,7 +56,7 @@ constexpr int TEAM = CODED ? 2 : 1, TEAMS = WARPS / TEAM;  // warps that share a
 // copied as boxes and lie as those do (stream.h), others have rows that are PITCH apart.
 constexpr bool BOXES = DIM % 64 == 0;
 constexpr int CACHED = TOKENS * (BOXES ? 2 * DIM : PITCH), MAPS = (CODES ? 4 : 0) + (BOXES ? 2 : 0);
-constexpr int PIECE = 8, PIECES = DIM / 2 / PIECE, MERGES = BATCH * HEADS * PIECES;    // words of a head that a warp merges
+constexpr int PIECE = 4, PIECES = DIM / 4 / PIECE, MERGES = BATCH * HEADS * PIECES;    // words of a head that a warp merges
 
 FN float low(u32 pair) { return bits_float(pair << 16); }
 FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
@@ -77,7 +78,9 @@ FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stag
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 constexpr int ALL_DONE = 0x7FFFFFFF;               // as a phase
 FN volatile int* lost() { return phase_now() + 1; }
-FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
+// Of this layer and the next one: in registers they would have 68
+FN Layer* layer(int number) { return (Layer*)(shared() + BARRIERS_AT + 16 * STAGES + 16) + number % 2; }
+FN float* sums() { return (float*)(layer(0) + 2); }  // BATCH x WARPS
 // For products with codes (codes.h)
 constexpr int ROUNDS = (STAGES + TEAMS - 1) / TEAMS + 2, LONGEST = max_int(max_int(HIDDEN, HEADS * DIM), INNER);
 FN float* code_sums() { return sums() + (BATCH * WARPS + 3) / 4 * 4; }
@@ -121,9 +124,16 @@ FN bool in_vain(const Watch& watch, int& spins) {
     return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
 }
 
-FN void wait_watching(u64* mbarrier, u32 parity, const Watch& watch) {
+// Not inlined: every tile is waited for, and the code of all phases has to stay in its cache
+OUTLINE void wait_longer(u64* mbarrier, u32 parity, u32* control, u32* problem, u64 start, u64 limit) {
+    const Watch watch = {control, problem, start, limit};
     int spins = 0;
     while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
+}
+
+FN void wait_watching(u64* mbarrier, u32 parity, const Watch& watch) {
+    if (!mbarrier_passed(mbarrier, parity))
+        wait_longer(mbarrier, parity, watch.control, watch.problem, watch.start, watch.limit);
 }
 
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
@@ -320,8 +330,6 @@ struct Consumer {
 
 #include "attention.h"
 
-// One launch
-
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
 KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
@@ -348,6 +356,33 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
     sync_block();
     if (warp() >= WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
+#if ONE_LOOP
+        Layer at = p.layers[0], following = at;    // asked for a layer before it is needed
+        ROLLED for (int n = 0; n <= 4 * p.layer_count && !*lost(); ++n) {
+            const int part = n & 3, l = n / 4;
+            const bool is_last = l == p.layer_count;
+            const TensorMap* maps = p.maps + MAPS * l;
+            if (part == 0 && !is_last) {
+                at = following;
+                following = p.layers[min_int(l + 1, p.layer_count - 1)];
+                if (lane() < MAPS && copier() == 0) {
+                    map_ready(maps + lane());
+                    prefetch_map(p.maps + MAPS * min_int(l + 1, p.layer_count - 1) + lane());
+                }
+            }
+            if (part == 2) work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.gate_up);
+            else
+                work.plain(is_last ? p.head : part == 0 ? at.qkv : part == 1 ? at.out : at.down,
+                           is_last ? p.vocab : part == 0 ? QKV : HIDDEN, part == 0 ? HIDDEN : part == 1 ? HEADS * DIM : INNER,
+                           part == 0 ? IN_ROWS : part == 1 ? OUT_ROWS : DOWN_ROWS,
+                           part == 0 ? IN_SLICES : part == 1 ? OUT_SLICES : DOWN_SLICES);
+            if (part == 0 && !is_last) {
+                const Spread over = spread(at.window, position);
+                work.cached(at, maps, over, p.capacity);
+                if (over.splits > 1) take(work.first, MERGES);
+            }
+        }
+#else
         Layer following = p.layers[0];             // asked for a layer before it is needed
         ROLLED for (int l = 0; l < p.layer_count; ++l) {
             const Layer at = following;
@@ -376,6 +411,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
             if (*lost()) break;
         }
         if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+#endif
         int spins = 0;
         while (*phase_now() != ALL_DONE && !in_vain(watch, spins));
         if (*lost()) {                             // nothing may land after the block has ended
@@ -387,21 +423,35 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32 * COPIERS)
         Consumer work = {0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
-        Layer at = p.layers[0], following = at;    // the next one is asked for early
+        constexpr int UNITS = sizeof(Layer) / 16;  // of which one is a thread's
+        static_assert(UNITS <= 32, "one warp keeps the layers' pointers");
+        if (thread() < UNITS) store4((Four*)layer(0) + thread(), load4((const Four*)p.layers + thread()));
+        sync_first(THREADS);
         ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
             const int part = n & 3, l = n / 4;
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
-            if (part == 0) {
-                at = following;
-                following = p.layers[min_int(l + 1, p.layer_count - 1)];
+            const Layer& at = *layer(min_int(l, p.layer_count - 1));
+#if ONE_LOOP
+            if (part == 1 && thread() < UNITS) {   // asked for early
+                copy_small((Four*)layer(l + 1) + thread(), (const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+                copy_commit();
             }
+            if (part == 2) copy_wait<0>();
+#else
+            const bool keeps_next = part == 1 && thread() < UNITS;     // asked for early
+            Four following;
+            if (keeps_next) following = load4((const Four*)(p.layers + min_int(l + 1, p.layer_count - 1)) + thread());
+#endif
             float norm = 1;
             if (part % 2 == 0)
                 norm = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
                                    even_x(), is_last, p);
-            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
-            else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
+            else if (part == 1) load_values<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
+            else load_values<INNER>(words + INNER_AT, tag, odd_x());
+#if !ONE_LOOP
+            if (keeps_next) store4((Four*)layer(l + 1) + thread(), following);
+#endif
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;

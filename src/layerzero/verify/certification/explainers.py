@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +15,11 @@ from functools import cached_property
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import CaseResult
-from .altered_references import explain_by_mistake, scale_mistake
+from .altered_references import CLASS_OF_ARGUMENT, class_of, explain_by_mistake, scale_mistake
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
     confirmed_arguments,
-    explain_by_pages,
-    explain_by_values,
     fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
@@ -30,11 +27,13 @@ from .reruns import (
     is_slight,
     is_strided,
     is_wrong_in_few_rows,
+    is_wrong_when_recording,
     is_wrong_when_wide,
     passes_at_some_size,
     plain_failures,
     row_dim,
 )
+from .value_reruns import explain_by_finiteness, explain_by_pages, explain_by_values
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
 
@@ -42,7 +41,8 @@ Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, a
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
            "shape", "dtype", "threads", "fault", "global state", "invariance")
 _BY_CIRCUMSTANCE = (
-    ("another dtype", "dtype"), ("given ", "convention"), ("every code", "convention"),
+    ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
+    ("filled with", "unknown"),
     ("since a call", "stale cache"),
     ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
@@ -51,15 +51,10 @@ _BY_CIRCUMSTANCE = (
     ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
     ("recording gradients", "mode"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
-    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
-# And by the fact that distinguishes failing calls.
-_BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
-            ("softcap", "scale"), ("capacity", "capacity"), ("is_causal", "mask"),
-            ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"),
-            ("key_scale", "scale"), ("value_scale", "scale"), ("scales", "scale"))
+    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Circumstances whose runs differ in more than the state of the kernel.
 _OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
-_NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
+_OF_LAYOUT = ("stride_last", "contiguous")
 STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
 
 
@@ -158,9 +153,12 @@ def _by_direction(e: Evidence) -> Explanation | None:
     e.add_plain_failures()
     if not e.forward:
         return "gradient", f"the forward pass is right, the backward is not: {e.failed[0].detail}"
-    if all(r.circumstance.startswith("backward") for r in e.forward):
+    if not all(r.circumstance.startswith("backward") for r in e.forward):
+        return None
+    if e.ask(is_wrong_when_recording):
         return "mode", f"right as it is, wrong where gradients are recorded: {e.detail}"
-    return None
+    wrong = any("gradient" in r.kinds for r in e.failed)       # the forward pass by a rounding
+    return "gradient" if wrong else "unknown", f"wrong where gradients are recorded: {e.detail}"
 
 
 def _by_heads(e: Evidence) -> Explanation | None:
@@ -213,15 +211,15 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     if (all("non-determinism" in r.kinds for r in e.forward)
             and not any(word in name for name in names for word in _OTHER_CONTENTS)):
         return "state", f"two runs with the same contents differ: {e.detail}"
-    if all("filled with" in r.circumstance and "not finite" in r.kinds for r in e.forward):
-        return "overflow", f"right as it is, not finite elsewhere: {e.detail}"
     says = f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
-    for word, kind in _BY_CIRCUMSTANCE:
-        if all(word in name for name in names):
-            return (_kind_of_given(e.op, names) if word == "given " else kind), says
-    kinds = Counter(next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
-                    for name in names)
-    return kinds.most_common(1)[0][0], says
+    if all("given " in name for name in names):
+        return _kind_of_given(e.op, names), says
+    kinds = {next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
+             for name in names}
+    kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
+        kind = "unknown"
+    return kind, says
 
 
 def _by_forward_complaint(e: Evidence) -> Explanation | None:
@@ -248,14 +246,19 @@ def _by_pages(e: Evidence) -> Explanation | None:
     return explain_by_pages(e.kernel, e.forward, e.device)
 
 
+def _by_finiteness(e: Evidence) -> Explanation | None:
+    return explain_by_finiteness(e.kernel, e.forward, e.device)
+
+
 def _by_fact(e: Evidence) -> Explanation | None:
-    arguments = e.arguments
-    for fact, kind in () if e.several_arguments else _BY_FACT:
-        if fact in e.where and ((fact in _NO_ARGUMENT and not all("not finite" in r.kinds
-                                                                 for r in e.forward))
-                                or any(fact in name for name in arguments)):
-            return kind, e.detail
-    return None
+    """By the argument that distinguishes the failing cases, if each is right without it alone."""
+    if any(fact in e.where for fact in _OF_LAYOUT) and e.ask(is_right_when_contiguous):
+        return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
+    if e.several_arguments:
+        return None
+    return next(((kind, f"right without {name} alone: {e.detail}")
+                 for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
+                 for name in e.arguments if fact in name), None)
 
 
 def _by_smaller_calls(e: Evidence) -> Explanation | None:
@@ -279,13 +282,11 @@ def _by_arguments(e: Evidence) -> Explanation | None:
     if "float32" not in e.dtypes or not (e.distinguished
                                          or any(r.error >= 0.05 for r in e.forward)):
         return None
-    kinds = {next((kind for fact, kind in _BY_FACT if fact in name), "convention")
-             for name in e.arguments}
+    kinds = {class_of(name, "unknown") for name in e.arguments}
     # of arguments that go together each one mends it, whichever is wrong
-    kind = (kinds.pop() if len(kinds) == 1 else "unknown" if e.several_arguments
-            else "convention")
-    return kind, (f"right without {' or without '.join(e.arguments)} (left out, or one), in "
-                  f"float32 too wrong with it: {e.detail}")
+    return kinds.pop() if len(kinds) == 1 else "unknown", (
+        f"right without {' or without '.join(e.arguments)} (left out, or one), in float32 too "
+        f"wrong with it: {e.detail}")
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:
@@ -318,8 +319,8 @@ def _by_draws(e: Evidence) -> Explanation | None:
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
-    _by_mistake, _by_memory, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
-    _without_tensors, _by_pages, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
+    _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance, _by_forward_complaint,
+    _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
     _by_remainders, _by_rounding, _by_sizes, _by_draws)
 
 
@@ -327,14 +328,14 @@ def _kind_of_given(op: Op, names: Iterable[str]) -> str:
     """Returns what the arguments speak of that were given in these circumstances."""
     if op.family == "sampling":
         return "distribution"
-    kinds = {next((kind for fact, kind in _BY_FACT if fact in name), "convention")
-             for name in names}
+    kinds = {class_of(name, "unknown") for name in names}
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
 def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
     """Returns what arguments speak of; beside a window neither causality nor the diagonal."""
-    facts = {fact: kind for fact, kind in _BY_FACT for name in arguments if fact in name}
+    facts = {fact: kind for fact, kind in CLASS_OF_ARGUMENT for name in arguments
+             if fact in name}
     if "window" in facts:
         facts = {fact: kind for fact, kind in facts.items() if "causal" not in fact}
     return set(facts.values())

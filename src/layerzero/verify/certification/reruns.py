@@ -1,10 +1,9 @@
 """Makes failing calls again with one thing changed: an argument left out, smaller or wider numbers,
-contiguous memory, full pages. What mends a call says what is wrong with the kernel.
+contiguous memory. What mends a call says what is wrong with the kernel.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import Any
@@ -30,6 +29,7 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
+from ..kernel.gradients import requiring_grad
 from .conditions import find_circumstance
 
 
@@ -122,7 +122,8 @@ def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
 def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str,
                              of_faults: bool = False) -> bool:
     """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
-    as they are? True where none can be made again. `of_faults`: those that raised count too."""
+    as they are? `of_faults`: those that raised count too."""
+    confirmed = False
     for r in sample_failures(failed, 3):
         values = values_of(kernel, r, device)
         if values is None or ("fault" in r.kinds and not of_faults):
@@ -131,7 +132,8 @@ def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], devic
                  for n, v in values.items()}
         if not is_right(kernel, plain, r.dtype) or is_right(kernel, values, r.dtype):
             return False
-    return True
+        confirmed = True
+    return confirmed
 
 
 def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
@@ -148,6 +150,25 @@ def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], devi
         return is_right(kernel, values, dtype)
 
     return all(is_right_at_first(*call) for call in calls)
+
+
+def is_wrong_when_recording(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled calls wrong where gradients are recorded, and right with the same numbers where
+    none are?"""
+    sample = sample_failures(failed, 3)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.enable_grad():
+                got = [t.detach() if isinstance(t, Tensor) else t for t in
+                       results_of(call(kernel, requiring_grad(kernel.op, values)))]
+            with torch.no_grad():
+                want = formula(kernel.op, upcast(values))
+        except FAULTS:
+            return False
+        if are_close(kernel.op, r.dtype, got, want) or not is_right(kernel, values, r.dtype):
+            return False
+    return bool(sample)
 
 
 def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
@@ -236,32 +257,6 @@ def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str
     return False
 
 
-def explain_by_pages(kernel: Kernel, failed: Sequence[CaseResult],
-                     device: str) -> tuple[str, str] | None:
-    """Explains failing calls over pages whose unused slots hold infinities: a kernel that is wrong
-    with numbers there, and where every page is full, reads other pages than the table says."""
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    votes: Counter[str] = Counter()
-    for r in sample:
-        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-        lens, caches = values.get("context_lens"), [n for n in values if n.endswith("_cache")]
-        if not isinstance(lens, Tensor) or "not finite" not in r.kinds or any(
-                values[n].dtype.itemsize == 1 for n in caches):
-            return None
-        numbers = {n: values[n].nan_to_num(posinf=0.5) for n in caches}
-        # the axis of a page's slots is the second, or the third where the heads come first
-        size = numbers[caches[0]].shape[2 if values.get("kv_layout") == "HND" else 1]
-        full = {**values, **numbers, "context_lens": lens // size * size}
-        if not is_right(kernel, {**values, **numbers}, r.dtype):
-            votes["out of bounds" if is_right(kernel, full, r.dtype) else "stale page"] += 1
-    texts = {"stale page": "wrong with every page full too: it reads other pages than the table's",
-             "out of bounds": "right where every page is full: it reads slots that are not used"}
-    for kind, count in votes.items():
-        if count == len(sample):
-            return kind, f"{texts[kind]}: {failed[0].detail}"
-    return None
-
-
 def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is every error small, also beside the row that it is in? An average over many keys is
     itself small."""
@@ -306,63 +301,3 @@ def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> boo
         if float(along[wrong].median()) > 0.7:
             return False
     return bool(sample)
-
-
-def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
-                       device: str) -> tuple[str, str] | None:
-    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
-    """
-    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    for r in sample:
-        values = case_values(op, r.case, r.dtype, device, r.seed)
-        main = values[op.main_tensor]
-        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
-            continue
-        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
-        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
-        tied = main.float().clamp(-100, 100) * 1.25
-        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
-        if "not finite" in r.kinds:
-            votes["overflow" if is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
-        elif is_right(kernel, values, r.dtype):
-            continue                           # wrong by too little for this judge
-        elif (_has_ties(main)
-              and is_right(kernel, {**values, op.main_tensor: spaced.to(main)}, r.dtype)
-              # other numbers alone, with the same ties, do not mend it
-              and not is_right(kernel, {**values, op.main_tensor: tied.to(main)}, r.dtype)):
-            votes["ties"] += 1
-        elif _only_last_rows(kernel, values, r.dtype):
-            votes["last rows"] += 1
-    texts = {"overflow": "right with the same numbers 128 times smaller",
-             "non-finite values": "not finite where the formula is, or the other way",
-             "ties": "right where no two numbers of a row are equal",
-             "last rows": "every row but the last ones is right"}
-    for kind, count in votes.items():
-        if count == len(sample):
-            return kind, f"{texts[kind]}: {failed[0].detail}"
-    return None
-
-
-def _has_ties(t: Tensor) -> bool:
-    rows = t.reshape(-1, t.shape[-1])[:64] if t.dim() else ()
-    return any(row.unique().numel() < row.numel() for row in rows)
-
-
-def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
-    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
-    try:
-        with torch.no_grad():
-            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
-        rtol, atol = kernel.op.tolerance.of(dtype)
-        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
-                               equal_nan=True)
-    except FAULTS:
-        return False
-    for axis in range(max(wrong.dim() - 1, 0)):
-        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
-        bad = int(rows.sum())
-        # of two or three rows the last may be wrong for another reason: of a batch, of heads
-        if rows.numel() > 3 and 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
-            return True
-    return False

@@ -243,7 +243,8 @@ def _without_tensors(e: Evidence) -> Explanation | None:
 # What mends a call.
 
 def _by_pages(e: Evidence) -> Explanation | None:
-    return explain_by_pages(e.kernel, e.forward, e.device)
+    # a page that only a large pool has is a matter of size
+    return None if e.of_sizes else explain_by_pages(e.kernel, e.forward, e.device)
 
 
 def _by_finiteness(e: Evidence) -> Explanation | None:

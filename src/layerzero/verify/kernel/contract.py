@@ -374,7 +374,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype in UNITS:
         with torch.no_grad():
             judgements = judge(compute_once(op, key and ("budget", dtype, key), lambda: (
-                rounding_budget(lambda v: formula(op, v), plain, upcast(plain), exact, dtype))))
+                rounding_budget(partial(formula, op), plain, upcast(plain), exact, dtype, op))))
     if kernel.deterministic:
         complaints += find_nondeterminism(results, kernel.jit)
     complaints += [c for j in judgements for c in j.complaints]

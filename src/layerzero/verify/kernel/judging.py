@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...spec.op import Op
-from .error_budget import UNITS
+from .error_budget import ROUNDINGS, UNITS
 from .results import Complaint
 
-ROUNDINGS = 4.0            # of the largest result, always allowed, however exact eager was
+# ROUNDINGS of the largest result are always allowed, however exact eager was.
 # Root mean square over that of the eager formula, in 16 bits. On a GPU torch itself may add the
 # parts of a split sum in 16 bits.
 TIMES_TYPICAL, TIMES_TYPICAL_GPU, TYPICAL_ELEMENTS = 3.0, 8.0, 16

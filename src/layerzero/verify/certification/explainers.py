@@ -24,12 +24,14 @@ from .reruns import (
     is_right_when_contiguous,
     is_right_when_loaded_anew,
     is_rounded,
+    is_rounding,
     is_slight,
     is_strided,
     is_wrong_in_few_rows,
     is_wrong_when_recording,
     is_wrong_when_wide,
     passes_at_some_size,
+    passes_with_the_same_arguments,
     plain_failures,
     row_dim,
 )
@@ -52,6 +54,8 @@ _BY_CIRCUMSTANCE = (
     ("recording gradients", "mode"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
+# Complaints about whose memory something is.
+_OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 # Circumstances whose runs differ in more than the state of the kernel.
 _OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
 _OF_LAYOUT = ("stride_last", "contiguous")
@@ -98,6 +102,7 @@ class Evidence:
         """Do sizes distinguish the failing cases, and nothing else?"""
         return (_speaks_of_sizes(self.op, self.where)
                 and passes_at_some_size(self.kernel, self.results, self.device)
+                and passes_with_the_same_arguments(self.kernel, self.results, self.device)
                 and not fails_with_other_numbers(self.kernel, self.results, self.device)
                 and not (_rows_alone(self.op, self.where) and self.ask(is_wrong_in_few_rows)))
 
@@ -141,11 +146,17 @@ def explain(evidence: Evidence) -> Explanation:
 # What every failing case shows by itself.
 
 def _by_complaint(e: Evidence) -> Explanation | None:
+    # wrong numbers before how they lie
+    if all("gradient" in r.kinds and not {"error", "not finite"} & set(r.kinds) for r in e.failed):
+        return "gradient", f"the forward pass is right, the backward is not: {e.failed[0].detail}"
     for kind in _DIRECT:
         if all(kind in r.kinds for r in e.failed):
             if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
                 return "layout", f"fails for tensors that are not contiguous: {e.failed[0].detail}"
             return kind, e.failed[0].detail
+    owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
+    if all(owners):                            # one after another, as memory is used again
+        return max(dict.fromkeys(owners), key=owners.count), e.failed[0].detail
     return None
 
 
@@ -172,7 +183,8 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
         return _state(e)
     if not e.of_large_sizes or any(r.circumstance for r in e.forward) or e.arguments:
         return None
-    if ((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded)):
+    if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
+            and e.ask(is_rounding)):
         return "precision", f"close, and seen where there are many: {e.detail}"
     return scale_mistake(e.kernel, e.forward, e.device) or ("sizes", e.detail)
 
@@ -302,7 +314,8 @@ def _by_rounding(e: Evidence) -> Explanation | None:
         return None
     right_when_wide = ("float32" not in e.dtypes
                        and any(r.passed and r.dtype == "float32" for r in e.results))
-    if not ratios or min(ratios) <= 1 or not (right_when_wide or e.is_slight):
+    if not ratios or min(ratios) <= 1 or not (right_when_wide or e.is_slight) \
+            or not e.ask(is_rounding):
         return None
     excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
               else "other codes")
@@ -371,7 +384,7 @@ def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) 
     """Does it raise for tensors that are not contiguous only, and serve the same numbers in
     contiguous memory?"""
     return (all(_is_of_layout(kernel, r, device) or "2^31" in r.circumstance for r in failed)
-            and is_right_when_contiguous(kernel, failed, device, of_faults=True))
+            and is_right_when_contiguous(kernel, failed, device))
 
 
 def _listed_names(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ contiguous memory. What mends a call says what is wrong with the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ..kernel.case_sizes import numbers_of
 from ..kernel.cases import case_key
 from ..kernel.contract import (
     CaseResult,
@@ -119,14 +120,13 @@ def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
                for v in case_values(kernel.op, r.case, r.dtype, device, r.seed).values())
 
 
-def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str,
-                             of_faults: bool = False) -> bool:
+def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
-    as they are? `of_faults`: those that raised count too."""
+    as they are?"""
     confirmed = False
     for r in sample_failures(failed, 3):
         values = values_of(kernel, r, device)
-        if values is None or ("fault" in r.kinds and not of_faults):
+        if values is None:
             continue
         plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
                  for n, v in values.items()}
@@ -182,6 +182,23 @@ def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: s
     needed = [several(r) for r in plain if r.status == "failed"]
     common = set.intersection(*needed) if needed else set()
     return any(common <= several(r) for r in plain if r.passed)
+
+
+def passes_with_the_same_arguments(kernel: Kernel, results: Sequence[CaseResult],
+                                   device: str) -> bool:
+    """Does each sampled failing case pass in other sizes, with all that it has besides?"""
+    op = kernel.op
+    sizes = numbers_of(op).keys() - op.by_name.keys()
+
+    def besides(case: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in case.items() if name not in sizes}
+
+    plain = [r for r in results if not r.circumstance]
+    passing = {case_key(besides(r.case)) for r in plain if r.passed}
+    failing = sample_failures([r for r in plain if r.status == "failed"], 4)
+    return bool(failing) and all(
+        case_key(besides(r.case)) in passing
+        or check_case(kernel, besides(r.case), r.dtype, device, r.seed).passed for r in failing)
 
 
 def fails_with_other_numbers(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
@@ -278,6 +295,44 @@ def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool
             if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
                 return False
     return True
+
+
+def is_rounding(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are errors spread as roundings are: in much of each wrong row, and in float64 not to one side
+    in all rows? There a constant that is missing looks like a rounding, to one side."""
+    some = False
+    for r in sample_failures([r for r in failed if not r.circumstance], 3):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.no_grad():
+                pairs = list(zip(results_of(call(kernel, values)), formula(kernel.op,
+                                                                           upcast(values))))
+        except FAULTS:
+            return False
+        for got, want in pairs:
+            if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
+                spread = _errors_are_spread(got.double(), want, r.dtype == "float64")
+                if spread is False:
+                    return False
+                some = some or spread is True
+    return some
+
+
+def _errors_are_spread(got: Tensor, want: Tensor, is_wide: bool) -> bool | None:
+    """None where nothing is wrong."""
+    if got.shape != want.shape or not bool((got.isfinite() == want.isfinite()).all()):
+        return False
+    got, want = got.nan_to_num(posinf=0.0, neginf=0.0), want.nan_to_num(posinf=0.0, neginf=0.0)
+    width = want.shape[-1] if want.dim() else 1
+    rows, gaps = want.reshape(-1, width), (got - want).reshape(-1, width)
+    wrong = gaps.abs().amax(-1) > (2.0 ** -46 if is_wide else 2.0 ** -22) * rows.abs().amax(-1)
+    rows, gaps = rows[wrong], gaps[wrong]
+    if not len(rows):
+        return None
+    share = (gaps.abs() > 0.1 * gaps.abs().amax(-1, keepdim=True)).double().mean()
+    along = (gaps * rows).sum(-1) / rows.square().sum(-1).clamp(min=1e-300)
+    one_sided = is_wide and len(rows) >= 6 and float(along.mean().abs()) > 0.9 * float(along.abs().mean())
+    return (width < 8 or float(share) > 0.2) and not one_sided
 
 
 def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

@@ -331,7 +331,8 @@ def _errors_are_spread(got: Tensor, want: Tensor, is_wide: bool) -> bool | None:
         return None
     share = (gaps.abs() > 0.1 * gaps.abs().amax(-1, keepdim=True)).double().mean()
     along = (gaps * rows).sum(-1) / rows.square().sum(-1).clamp(min=1e-300)
-    one_sided = is_wide and len(rows) >= 6 and float(along.mean().abs()) > 0.9 * float(along.abs().mean())
+    one_sided = (is_wide and len(rows) >= 6
+                 and float(along.mean().abs()) > 0.9 * float(along.abs().mean()))
     return (width < 8 or float(share) > 0.2) and not one_sided
 
 

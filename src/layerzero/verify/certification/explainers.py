@@ -23,6 +23,7 @@ from .reruns import (
     fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
+    is_right_with_small_gaps,
     is_rounded,
     is_rounding,
     is_slight,
@@ -35,7 +36,12 @@ from .reruns import (
     plain_failures,
     row_dim,
 )
-from .value_reruns import explain_by_finiteness, explain_by_pages, explain_by_values
+from .value_reruns import (
+    explain_by_factor,
+    explain_by_finiteness,
+    explain_by_pages,
+    explain_by_values,
+)
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
 
@@ -146,9 +152,8 @@ def explain(evidence: Evidence) -> Explanation:
 # What every failing case shows by itself.
 
 def _by_complaint(e: Evidence) -> Explanation | None:
-    # wrong numbers before how they lie
-    if all("gradient" in r.kinds and not {"error", "not finite"} & set(r.kinds) for r in e.failed):
-        return "gradient", f"the forward pass is right, the backward is not: {e.failed[0].detail}"
+    if all("gradient" in r.kinds for r in e.failed):
+        return None                            # wrong numbers before how they lie
     for kind in _DIRECT:
         if all(kind in r.kinds for r in e.failed):
             if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
@@ -229,6 +234,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     kinds = {next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
              for name in names}
     kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
+        return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
     if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
         kind = "unknown"
     return kind, says
@@ -261,6 +268,10 @@ def _by_pages(e: Evidence) -> Explanation | None:
 
 def _by_finiteness(e: Evidence) -> Explanation | None:
     return explain_by_finiteness(e.kernel, e.forward, e.device)
+
+
+def _by_factor(e: Evidence) -> Explanation | None:
+    return explain_by_factor(e.kernel, e.forward, e.device)
 
 
 def _by_fact(e: Evidence) -> Explanation | None:
@@ -335,7 +346,7 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
     _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance, _by_forward_complaint,
     _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
-    _by_remainders, _by_rounding, _by_sizes, _by_draws)
+    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from .invariance import axis_of
 from .reruns import is_right, sample_failures, values_of
 
 Values = dict[str, Any]
+FEW = 16                                       # numbers of a result that say nothing of a factor
 
 
 def _votes(counts: Counter[str], texts: dict[str, str], sample: Sequence[CaseResult],
@@ -77,6 +78,30 @@ def explain_by_finiteness(kernel: Kernel, failed: Sequence[CaseResult],
                           "non-finite values": "wrong only in numbers that are not finite, or are "
                                                "not where the formula's are"},
                   [r for r, _ in sample], failed[0].detail) if sample else None
+
+
+# One factor.
+
+def explain_by_factor(kernel: Kernel, failed: Sequence[CaseResult],
+                      device: str) -> tuple[str, str] | None:
+    """Explains calls whose every result is the formula's times one number."""
+    factors: list[float] = []
+    for r in sample_failures([r for r in failed if not r.circumstance], 3):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        rtol, atol = (max(8 * t, 1e-6) for t in kernel.op.tolerance.of(r.dtype))
+        try:
+            results = [(got, want) for got, want, wrong in _wrong(kernel, values, r.dtype)
+                       if bool(wrong.any())]
+        except FAULTS:
+            return None
+        for got, want in results:
+            factor = float((got * want).sum() / want.square().sum().clamp(min=1e-300))
+            # of a few numbers any may be a multiple
+            if want.numel() < FEW or not torch.allclose(got, factor * want, rtol=rtol, atol=atol):
+                return None
+            factors.append(factor)
+    return None if not factors else (
+        "scale", f"every number is {factors[0]:.4g} times the formula's: {failed[0].detail}")
 
 
 # Pages.

@@ -271,7 +271,9 @@ def _by_finiteness(e: Evidence) -> Explanation | None:
 
 
 def _by_factor(e: Evidence) -> Explanation | None:
-    return explain_by_factor(e.kernel, e.forward, e.device)
+    # where some cases pass it is one of something else
+    passes = any(r.passed and not r.circumstance for r in e.results)
+    return None if passes else explain_by_factor(e.kernel, e.forward, e.device)
 
 
 def _by_fact(e: Evidence) -> Explanation | None:

@@ -4,7 +4,7 @@ contiguous memory. What mends a call says what is wrong with the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -200,19 +200,25 @@ def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: s
 
 def passes_with_the_same_arguments(kernel: Kernel, results: Sequence[CaseResult],
                                    device: str) -> bool:
-    """Does each sampled failing case pass in other sizes, with all that it has besides?"""
+    """Does a case pass that is given what each sampled failing one is given, in other sizes?"""
     op = kernel.op
-    sizes = numbers_of(op).keys() - op.by_name.keys()
 
-    def besides(case: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in case.items() if name not in sizes}
+    def given(r: CaseResult) -> frozenset[tuple[str, Any]]:
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        return frozenset(
+            (p.name, value if isinstance(value, (str, bool)) else None)
+            for p in op.params if not p.required
+            and (isinstance(value := values[p.name], Tensor) or value != p.default))
+
+    def in_default_sizes(r: CaseResult) -> bool:
+        sizes = numbers_of(op).keys() - op.by_name.keys()
+        besides = {name: value for name, value in r.case.items() if name not in sizes}
+        return check_case(kernel, besides, r.dtype, device, r.seed).passed
 
     plain = [r for r in results if not r.circumstance]
-    passing = {case_key(besides(r.case)) for r in plain if r.passed}
+    passing = {given(r) for r in plain if r.passed}
     failing = sample_failures([r for r in plain if r.status == "failed"], 4)
-    return bool(failing) and all(
-        case_key(besides(r.case)) in passing
-        or check_case(kernel, besides(r.case), r.dtype, device, r.seed).passed for r in failing)
+    return bool(failing) and all(given(r) in passing or in_default_sizes(r) for r in failing)
 
 
 def fails_with_other_numbers(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:

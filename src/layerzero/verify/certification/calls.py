@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import read
 from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
@@ -249,7 +248,8 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
                 or case_refusals(kernel, case, dtype, device, seed)):
             return None, 0.0
         values = case_values(op, case, dtype, device, seed)
-        if not compute_once(op, ("extra check", *key), lambda: _passes_extra_check(op, values)):
+        if not compute_once(op, ("extra check", *key), lambda: _passes_extra_check(
+                op, values, case_facts(op, case, dtype, device, seed))):
             return None, 0.0
         want = eager_results(op, values, key)
     except FAULTS:                             # not every size makes a call
@@ -273,10 +273,10 @@ def _meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, se
     return all(rule.check(facts) is None for rule in op.requires)
 
 
-def _passes_extra_check(op: Op, values: dict[str, Any]) -> bool:
+def _passes_extra_check(op: Op, values: dict[str, Any], facts: Mapping[str, Any]) -> bool:
     if op.extra_check is not None:
         try:
-            op.extra_check(values, read(op, values))
+            op.extra_check(values, facts)
         except FAULTS:
             return False
     return True

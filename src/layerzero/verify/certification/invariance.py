@@ -110,14 +110,14 @@ def _slice(t: Tensor, tokens: Sequence[str], dims: Sequence[str], part: Part) ->
     first, last, of = part
     for token in tokens:
         if token.lstrip("*") in dims:
-            axis = _axis(t, tokens, token)
+            axis = axis_of(t, tokens, token)
             if axis is not None and t.shape[axis] != 1:
                 unit = t.shape[axis] // of
                 t = t.narrow(axis, first * unit, (last - first) * unit)
     return t
 
 
-def _axis(t: Tensor, tokens: Sequence[str], token: str) -> int | None:
+def axis_of(t: Tensor, tokens: Sequence[str], token: str) -> int | None:
     """The dimension of a token; the first of several that a starred one stands for."""
     at = tokens.index(token)
     starred = next((i for i, name in enumerate(tokens) if name.startswith("*")), len(tokens))
@@ -131,7 +131,7 @@ def _extent(op: Op, values: Mapping[str, Any], dim: str) -> int | None:
     for name, tokens in patterns.items():
         t, token = values.get(name), next((k for k in tokens if k.lstrip("*") == dim), None)
         if isinstance(t, Tensor) and token is not None:
-            axis = _axis(t, tokens, token)
+            axis = axis_of(t, tokens, token)
             return None if axis is None else int(t.shape[axis])
     return None
 

@@ -1,10 +1,9 @@
 """Makes failing calls again with one thing changed: an argument left out, smaller or wider numbers,
-contiguous memory, full pages. What mends a call says what is wrong with the kernel.
+contiguous memory. What mends a call says what is wrong with the kernel.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import Any
@@ -16,6 +15,7 @@ from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ..kernel.case_sizes import numbers_of
 from ..kernel.cases import case_key
 from ..kernel.contract import (
     CaseResult,
@@ -30,6 +30,8 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
+from ..kernel.gradients import requiring_grad
+from ..kernel.guarded import with_layout
 from .conditions import find_circumstance
 
 
@@ -119,19 +121,33 @@ def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
                for v in case_values(kernel.op, r.case, r.dtype, device, r.seed).values())
 
 
-def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str,
-                             of_faults: bool = False) -> bool:
+def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
-    as they are? True where none can be made again. `of_faults`: those that raised count too."""
+    as they are?"""
+    confirmed = False
     for r in sample_failures(failed, 3):
         values = values_of(kernel, r, device)
-        if values is None or ("fault" in r.kinds and not of_faults):
+        if values is None:
             continue
         plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
                  for n, v in values.items()}
         if not is_right(kernel, plain, r.dtype) or is_right(kernel, values, r.dtype):
             return False
-    return True
+        confirmed = True
+    return confirmed
+
+
+def is_right_with_small_gaps(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled calls with rows far apart right where the same rows have a small gap between
+    them? Else the distance is no matter."""
+    sample = sample_failures(failed, 2)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        name = getattr(find_circumstance(kernel.op, r.circumstance), "tensor", "")
+        near = with_layout(values[name], "padded") if isinstance(values.get(name), Tensor) else None
+        if near is not None and not is_right(kernel, {**values, name: near}, r.dtype):
+            return False
+    return bool(sample)
 
 
 def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
@@ -150,6 +166,25 @@ def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], devi
     return all(is_right_at_first(*call) for call in calls)
 
 
+def is_wrong_when_recording(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled calls wrong where gradients are recorded, and right with the same numbers where
+    none are?"""
+    sample = sample_failures(failed, 3)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.enable_grad():
+                got = [t.detach() if isinstance(t, Tensor) else t for t in
+                       results_of(call(kernel, requiring_grad(kernel.op, values)))]
+            with torch.no_grad():
+                want = formula(kernel.op, upcast(values))
+        except FAULTS:
+            return False
+        if are_close(kernel.op, r.dtype, got, want) or not is_right(kernel, values, r.dtype):
+            return False
+    return bool(sample)
+
+
 def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
     """Does a call pass that has several of whatever the failing ones have several of? One that has
     none, or one, of something passes with many mistakes."""
@@ -161,6 +196,32 @@ def passes_at_some_size(kernel: Kernel, results: Sequence[CaseResult], device: s
     needed = [several(r) for r in plain if r.status == "failed"]
     common = set.intersection(*needed) if needed else set()
     return any(common <= several(r) for r in plain if r.passed)
+
+
+def passes_with_the_same_arguments(kernel: Kernel, results: Sequence[CaseResult],
+                                   device: str) -> bool:
+    """Does a case pass that is given what each sampled failing one is given, in other sizes?"""
+    op = kernel.op
+
+    def given(r: CaseResult) -> frozenset[tuple[str, Any]]:
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        return frozenset(
+            (p.name, value if isinstance(value, (str, bool)) else None)
+            for p in op.params if not p.required
+            and (isinstance(value := values[p.name], Tensor) or value != p.default))
+
+    def in_default_sizes(r: CaseResult) -> bool:
+        sizes = numbers_of(op).keys() - op.by_name.keys()
+        besides = {name: value for name, value in r.case.items() if name not in sizes}
+        try:
+            return check_case(kernel, besides, r.dtype, device, r.seed).passed
+        except FAULTS:                         # some sizes belong together
+            return False
+
+    plain = [r for r in results if not r.circumstance]
+    passing = {given(r) for r in plain if r.passed}
+    failing = sample_failures([r for r in plain if r.status == "failed"], 4)
+    return bool(failing) and all(given(r) in passing or in_default_sizes(r) for r in failing)
 
 
 def fails_with_other_numbers(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
@@ -236,32 +297,6 @@ def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str
     return False
 
 
-def explain_by_pages(kernel: Kernel, failed: Sequence[CaseResult],
-                     device: str) -> tuple[str, str] | None:
-    """Explains failing calls over pages whose unused slots hold infinities: a kernel that is wrong
-    with numbers there, and where every page is full, reads other pages than the table says."""
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    votes: Counter[str] = Counter()
-    for r in sample:
-        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-        lens, caches = values.get("context_lens"), [n for n in values if n.endswith("_cache")]
-        if not isinstance(lens, Tensor) or "not finite" not in r.kinds or any(
-                values[n].dtype.itemsize == 1 for n in caches):
-            return None
-        numbers = {n: values[n].nan_to_num(posinf=0.5) for n in caches}
-        # the axis of a page's slots is the second, or the third where the heads come first
-        size = numbers[caches[0]].shape[2 if values.get("kv_layout") == "HND" else 1]
-        full = {**values, **numbers, "context_lens": lens // size * size}
-        if not is_right(kernel, {**values, **numbers}, r.dtype):
-            votes["out of bounds" if is_right(kernel, full, r.dtype) else "stale page"] += 1
-    texts = {"stale page": "wrong with every page full too: it reads other pages than the table's",
-             "out of bounds": "right where every page is full: it reads slots that are not used"}
-    for kind, count in votes.items():
-        if count == len(sample):
-            return kind, f"{texts[kind]}: {failed[0].detail}"
-    return None
-
-
 def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is every error small, also beside the row that it is in? An average over many keys is
     itself small."""
@@ -285,6 +320,45 @@ def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool
     return True
 
 
+def is_rounding(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are errors spread as roundings are: in much of each wrong row, and in float64 not to one side
+    in all rows? There a constant that is missing looks like a rounding, to one side."""
+    some = False
+    for r in sample_failures([r for r in failed if not r.circumstance], 3):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.no_grad():
+                pairs = list(zip(results_of(call(kernel, values)), formula(kernel.op,
+                                                                           upcast(values))))
+        except FAULTS:
+            return False
+        for got, want in pairs:
+            if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
+                spread = _errors_are_spread(got.double(), want, r.dtype == "float64")
+                if spread is False:
+                    return False
+                some = some or spread is True
+    return some
+
+
+def _errors_are_spread(got: Tensor, want: Tensor, is_wide: bool) -> bool | None:
+    """None where nothing is wrong."""
+    if got.shape != want.shape or not bool((got.isfinite() == want.isfinite()).all()):
+        return False
+    got, want = got.nan_to_num(posinf=0.0, neginf=0.0), want.nan_to_num(posinf=0.0, neginf=0.0)
+    width = want.shape[-1] if want.dim() else 1
+    rows, gaps = want.reshape(-1, width), (got - want).reshape(-1, width)
+    wrong = gaps.abs().amax(-1) > (2.0 ** -46 if is_wide else 2.0 ** -22) * rows.abs().amax(-1)
+    rows, gaps = rows[wrong], gaps[wrong]
+    if not len(rows):
+        return None
+    share = (gaps.abs() > 0.1 * gaps.abs().amax(-1, keepdim=True)).double().mean()
+    along = (gaps * rows).sum(-1) / rows.square().sum(-1).clamp(min=1e-300)
+    one_sided = (is_wide and len(rows) >= 6
+                 and float(along.mean().abs()) > 0.9 * float(along.abs().mean()))
+    return (width < 8 or float(share) > 0.2) and not one_sided
+
+
 def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are float32 results off by a rounding to 16 bits, in most elements and to both sides? What
     is wrong by a factor is so to one side in each row."""
@@ -306,63 +380,3 @@ def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> boo
         if float(along[wrong].median()) > 0.7:
             return False
     return bool(sample)
-
-
-def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
-                       device: str) -> tuple[str, str] | None:
-    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
-    """
-    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    for r in sample:
-        values = case_values(op, r.case, r.dtype, device, r.seed)
-        main = values[op.main_tensor]
-        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
-            continue
-        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
-        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
-        tied = main.float().clamp(-100, 100) * 1.25
-        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
-        if "not finite" in r.kinds:
-            votes["overflow" if is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
-        elif is_right(kernel, values, r.dtype):
-            continue                           # wrong by too little for this judge
-        elif (_has_ties(main)
-              and is_right(kernel, {**values, op.main_tensor: spaced.to(main)}, r.dtype)
-              # other numbers alone, with the same ties, do not mend it
-              and not is_right(kernel, {**values, op.main_tensor: tied.to(main)}, r.dtype)):
-            votes["ties"] += 1
-        elif _only_last_rows(kernel, values, r.dtype):
-            votes["last rows"] += 1
-    texts = {"overflow": "right with the same numbers 128 times smaller",
-             "non-finite values": "not finite where the formula is, or the other way",
-             "ties": "right where no two numbers of a row are equal",
-             "last rows": "every row but the last ones is right"}
-    for kind, count in votes.items():
-        if count == len(sample):
-            return kind, f"{texts[kind]}: {failed[0].detail}"
-    return None
-
-
-def _has_ties(t: Tensor) -> bool:
-    rows = t.reshape(-1, t.shape[-1])[:64] if t.dim() else ()
-    return any(row.unique().numel() < row.numel() for row in rows)
-
-
-def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
-    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
-    try:
-        with torch.no_grad():
-            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
-        rtol, atol = kernel.op.tolerance.of(dtype)
-        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
-                               equal_nan=True)
-    except FAULTS:
-        return False
-    for axis in range(max(wrong.dim() - 1, 0)):
-        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
-        bad = int(rows.sum())
-        # of two or three rows the last may be wrong for another reason: of a batch, of heads
-        if rows.numel() > 3 and 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
-            return True
-    return False

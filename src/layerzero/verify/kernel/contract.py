@@ -32,7 +32,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -49,9 +48,12 @@ from ...spec.op import Op
 from ...spec.plan import Transform
 from ...spec.reason import Code, Reason
 from .case_sizes import relative_size
+from .circumstance import AS_DECLARED as AS_DECLARED
+from .circumstance import Circumstance as Circumstance
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
-from .judging import Judgement, find_nondeterminism, judge_result, same
+from .judging import JUST_OUTSIDE, Judgement, find_nondeterminism, judge_result, same
+from .judging import may_be_chance as may_be_chance
 from .process_state import (
     COMPILING,
     DETERMINISTIC,
@@ -79,9 +81,7 @@ from .shared import (
     values_once,
 )
 
-JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
-FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
-RETRIES = 6
+RETRIES = 6                                    # with other seeds, of what is just outside
 HALF = {torch.float16, torch.bfloat16}
 SMALL = 4.0                                    # a case of so many times the default sizes
 
@@ -198,7 +198,7 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
     unavailable = loading.availability(kernel)
     if unavailable is not None:
         return (unavailable,)
-    return _broken_rules(kernel, read(kernel.op, values))
+    return _broken_rules(kernel, read(kernel.op, values), None)
 
 
 def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
@@ -207,17 +207,37 @@ def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
     def compute() -> tuple[Reason, ...]:
         unavailable = loading.availability(kernel)
         return ((unavailable,) if unavailable is not None else
-                _broken_rules(kernel, case_facts(kernel.op, case, dtype, device, seed)))
+                _broken_rules(kernel, case_facts(kernel.op, case, dtype, device, seed), key))
 
-    reasons: tuple[Reason, ...] = compute_once(
-        kernel.op, ("refusals", kernel, *_state_of_facts(kernel.op),
-                    *case_contents(case, dtype, device, seed)), compute)
+    key = (*_state_of_facts(kernel.op), *case_contents(case, dtype, device, seed))
+    reasons: tuple[Reason, ...] = compute_once(kernel.op, ("refusals", kernel, *key), compute)
     return reasons
 
 
-def _broken_rules(kernel: Kernel, facts: Mapping[str, Any]) -> tuple[Reason, ...]:
-    facts = {**hardware.probe(facts["device"]).facts(), **facts}
-    return tuple(kernel.op.reasons((*kernel.op.requires, *kernel.requires), facts))
+def _broken_rules(kernel: Kernel, facts: Mapping[str, Any],
+                  key: Hashable | None) -> tuple[Reason, ...]:
+    """Returns what the contract and the kernel's rules have against a call; what the contract has
+    once for all kernels, where there is a key."""
+    op = kernel.op
+
+    def of_contract() -> tuple[Mapping[str, Any], tuple[Reason, ...]]:
+        known = {**hardware.probe(facts["device"]).facts(), **facts}
+        return known, tuple(op.reasons(op.requires, known))
+
+    known, reasons = compute_once(op, key and ("contract", key), of_contract)
+    return (*reasons, *op.reasons(kernel.requires, known))
+
+
+def circumstance_refusals(kernel: Kernel, values: Mapping[str, Any], circumstance: Circumstance,
+                          contents: tuple[Any, ...]) -> tuple[Reason, ...]:
+    """Returns why selection would reject the kernel for a case in a circumstance, which changes the
+    same case always alike: its facts are read once."""
+    unavailable = loading.availability(kernel)
+    if unavailable is not None:
+        return (unavailable,)
+    key = ("facts", *_state_of_facts(kernel.op), *contents, circumstance.name)
+    facts = compute_once(kernel.op, key, lambda: read(kernel.op, values))
+    return _broken_rules(kernel, facts, key)
 
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
@@ -274,35 +294,6 @@ def load_once(kernel: Kernel) -> Callable[..., Any] | Direct:
     return loading.load(kernel)
 
 
-class Circumstance:
-    """How a case is run. This one changes nothing."""
-
-    name = ""
-    runs = 2                                   # the second over poisoned and guarded memory
-    even = True                                # no number is much larger than the others
-    alike = False                              # rows are equal: their errors do not average out
-    may_be_refused = False                     # by a GPU's library when called: the next one serves
-    any_dtype = False                          # it tells the same of every dtype
-
-    def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
-        return values
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the values in this circumstance; None if it does not apply."""
-        return values
-
-    def before(self, kernel: Kernel, values: dict[str, Any],
-               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Runs before the judged calls; `other` gives values of the same case from another seed."""
-        return values
-
-    def around(self, device: str) -> Any:
-        return nullcontext()
-
-
-AS_DECLARED = Circumstance()
-
-
 def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                seed: int = 0,
                circumstance: Circumstance = AS_DECLARED, again: bool = True) -> CaseResult:
@@ -329,7 +320,8 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if (not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad
                                           for v in values.values())):
         return result("skipped", detail="declares no backward")
-    reasons = () if circumstance is AS_DECLARED else refusals(kernel, values)
+    reasons = () if circumstance is AS_DECLARED else circumstance_refusals(
+        kernel, values, circumstance, case_contents(case, dtype, device, seed))
     if reasons:
         return result("skipped", reasons)
     try:
@@ -374,7 +366,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype in UNITS:
         with torch.no_grad():
             judgements = judge(compute_once(op, key and ("budget", dtype, key), lambda: (
-                rounding_budget(lambda v: formula(op, v), plain, upcast(plain), exact, dtype))))
+                rounding_budget(partial(formula, op), plain, upcast(plain), exact, dtype, op))))
     if kernel.deterministic:
         complaints += find_nondeterminism(results, kernel.jit)
     complaints += [c for j in judgements for c in j.complaints]
@@ -390,13 +382,6 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     notes = "; ".join(n for j in judgements for n in j.notes)
     return (result("failed", (), complaints, "", errors) if complaints
             else result("passed", (), (), notes, errors))
-
-
-def may_be_chance(results: Sequence[Any], ratio: float) -> bool:
-    """May an error of `ratio` times the allowed one be chance?"""
-    few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS
-              for t in results)
-    return ratio <= JUST_OUTSIDE or (few and ratio <= FAR_OUTSIDE)
 
 
 def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[CaseResult]) -> bool:

@@ -37,8 +37,9 @@ def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
 
 def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> Iterator[str]:
     for name, (original, version, description) in before.items():
-        differing = [n for n, v in _description(values[name]).items() if v != description[n]]
-        if differing:
+        now = _description(values[name])
+        if now != description:
+            differing = [n for n, v in now.items() if v != description[n]]
             yield f"{name} has another {' and another '.join(differing)} after the call"
             continue
         if not _equal_bytes(_bytes_in(values[name]), original):

@@ -120,4 +120,11 @@ def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Ite
     """Compares results that are no tensors: they must equal the reference's in every run."""
     differing = next((g for g in got if g != want), None)
     if differing is not None:
-        yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")
+        i = next((i for i, (g, w) in enumerate(zip(differing, want)) if g != w), 0)
+        texts = [repr(results[i]) if len(results) > i else "nothing" for results in (differing,
+                                                                                     want)]
+        start = next((at for at, (a, b) in enumerate(zip(*texts)) if a != b), 0)
+        start = start - 40 if start > 250 else 0       # texts may begin alike
+        got_text, want_text = (f"{'...' if start else ''}{text[start:start + 300]}"
+                               for text in texts)
+        yield Complaint("error", f"{got_text} instead of {want_text}")

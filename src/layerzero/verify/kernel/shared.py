@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from ...spec.op import Op
 
 ENTRY_BYTES, ALL_BYTES = 1 << 24, 1 << 29      # what is larger is computed again
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+_NO_MASKS = (Tensor, *_CONSTANTS)
+_WITH_BYTES = (Tensor, dict, tuple, list, MappingProxyType)
 
 
 class Kept:
@@ -92,7 +95,7 @@ def values_once(op: Op, key: Hashable, generate: Callable[[], dict[str, Any]],
     values = generate()
     if torch.is_inference_mode_enabled():
         return values
-    is_plain = all(_is_plain(v) or is_block_mask(v) for v in values.values())
+    is_plain = all(_is_plain(v) or _is_mask(v) for v in values.values())
     if (to_read or is_plain) and _INPUTS.keep(op, key, (values, is_plain), _bytes_of(values)):
         return values if to_read else copy_values(values)
     return values
@@ -111,6 +114,11 @@ class ZerosForNormals(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **(kwargs or {}))
         return torch.zeros(*args, **{n: v for n, v in (kwargs or {}).items() if n != "generator"})
+
+
+def _is_mask(value: Any) -> bool:
+    """Is it a BlockMask? Most values are tensors and constants, which are known faster."""
+    return not isinstance(value, _NO_MASKS) and is_block_mask(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -140,7 +148,7 @@ def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
                                                      t.storage_offset(), t.shape, t.stride())
         return copied.view_as(copied) if t._is_view() else copied
 
-    return {name: copy(v) if isinstance(v, Tensor) else copy_block_mask(v) if is_block_mask(v)
+    return {name: copy(v) if isinstance(v, Tensor) else copy_block_mask(v) if _is_mask(v)
             else v for name, v in values.items()}
 
 
@@ -179,14 +187,14 @@ def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
         layout += f"{name}:{value.stride()}{value.data_ptr() % 64};"
         contiguous = value.contiguous()
         if value.numel():
-            digest.update(ctypes.string_at(contiguous.data_ptr(), contiguous.nbytes))
+            digest.update((ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr()))
     return Fingerprint((digest.digest(), *functions), layout)
 
 
 def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the values, and what a BlockMask consists of."""
     for name, value in values.items():
-        if is_block_mask(value):
+        if _is_mask(value):
             yield from ((f"{name}.{part}", v) for part, v in vars(value).items())
         else:
             yield name, value
@@ -195,8 +203,8 @@ def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _bytes_of(value: Any) -> int:
     if isinstance(value, Tensor):
         return 0 if value.is_meta else value.untyped_storage().nbytes()
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, MappingProxyType)):
         value = value.values()
     elif not isinstance(value, (tuple, list)):
         return 0
-    return sum(_bytes_of(v) for v in value if isinstance(v, (Tensor, Mapping, tuple, list)))
+    return sum(_bytes_of(v) for v in value if isinstance(v, _WITH_BYTES))

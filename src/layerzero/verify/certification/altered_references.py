@@ -1,0 +1,97 @@
+"""Explains a wrong result by altered references that give what the kernel gives: the mistakes that
+the op declares, and an argument left out or taken from the first row for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ...spec.mistake import Mistake, Results
+from ...spec.op import Op
+from ..kernel.contract import CaseResult, call, formula, results_of, upcast
+from .reruns import are_close, sample_failures, values_of
+
+MAX_RERUNS = 8                                 # failing cases that are rerun
+# What an argument speaks of, by a part of its name.
+CLASS_OF_ARGUMENT = (
+    ("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"), ("softcap", "scale"),
+    ("capacity", "capacity"), ("is_causal", "mask"), ("causal_align", "alignment"),
+    ("stride_last", "layout"), ("contiguous", "layout"), ("key_scale", "scale"),
+    ("value_scale", "scale"), ("scales", "scale"))
+
+
+def class_of(name: str, otherwise: str) -> str:
+    return next((kind for part, kind in CLASS_OF_ARGUMENT if part in name), otherwise)
+
+
+def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
+                        device: str) -> tuple[str, str] | None:
+    """Returns the mistake that explains most failing cases, if two thirds of those it applies
+    to."""
+    votes: Counter[tuple[str, str]] = Counter()
+    applied: Counter[tuple[str, str]] = Counter()
+    sample = sample_failures(failed, MAX_RERUNS)
+    for r in sample:
+        values = values_of(kernel, r, device)
+        if values is None:
+            continue
+        try:
+            with torch.no_grad():
+                out, expected = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
+        except FAULTS:
+            continue
+        for mistake in (*kernel.op.mistakes, *_undeclared(kernel.op, values)):
+            altered = _altered_results(kernel.op, mistake.apply, values)
+            if altered is None or are_close(kernel.op, r.dtype, altered, expected):
+                continue
+            applied[mistake.kind, mistake.words] += 1
+            votes[mistake.kind, mistake.words] += are_close(kernel.op, r.dtype, out, altered)
+    best = max(votes, key=lambda k: (votes[k], -applied[k]), default=None)
+    if best is None or not votes[best] or votes[best] * 3 < applied[best] * 2:
+        return None
+    return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
+                     f"{applied[best]} failing cases where that makes a difference")
+
+
+def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yields what any adapter may do with an optional argument: ignore it, or read its first row
+    for all."""
+    declared = {mistake.words for mistake in op.mistakes}
+    for p in op.params:
+        value = values[p.name]
+        if p.required or p.name == op.variant or (not isinstance(value, Tensor)
+                                                  and value == p.default):
+            continue
+        kind = class_of(p.name, "distribution" if op.family == "sampling" else "convention")
+        if not any(p.name in words and "left out" in words for words in declared):
+            yield Mistake(kind, f"{p.name} ignored",
+                          lambda op, v, p=p: {**v, p.name: p.default})  # type: ignore[misc]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1:
+            yield Mistake(kind, f"the first row of {p.name} for all", lambda op, v, n=p.name: {  # type: ignore[misc]
+                **v, n: v[n][:1].expand_as(v[n])})
+
+
+def scale_mistake(kernel: Kernel, failed: Sequence[CaseResult],
+                   device: str) -> tuple[str, str] | None:
+    """Returns a mistake of the scale, which the sizes of a call make: those of its heads."""
+    mistake = explain_by_mistake(kernel, failed, device)
+    return mistake if mistake and mistake[0] == "scale" else None
+
+
+def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Returns the results of the altered reference, floats in float64; None where it does not
+    apply."""
+    try:
+        with torch.no_grad():
+            outcome = alter(op, upcast(values))
+            if outcome is None:
+                return None
+            return outcome.values if isinstance(outcome, Results) else formula(op, outcome)
+    except FAULTS:                             # the mistake makes no sense for this call
+        return None

@@ -1,0 +1,405 @@
+"""Explains failing cases: one small function per explanation, in the order in which they are asked.
+
+Each gets the same evidence and returns a class with its sentence, or None where it explains
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.contract import CaseResult
+from .altered_references import CLASS_OF_ARGUMENT, class_of, explain_by_mistake, scale_mistake
+from .head_maps import explain_by_heads
+from .memory_reruns import explain_by_memory
+from .reruns import (
+    confirmed_arguments,
+    fails_with_other_numbers,
+    is_right_when_contiguous,
+    is_right_when_loaded_anew,
+    is_right_with_small_gaps,
+    is_rounded,
+    is_rounding,
+    is_slight,
+    is_strided,
+    is_wrong_in_few_rows,
+    is_wrong_when_recording,
+    is_wrong_when_wide,
+    passes_at_some_size,
+    passes_with_the_same_arguments,
+    plain_failures,
+    row_dim,
+)
+from .value_reruns import (
+    explain_by_factor,
+    explain_by_finiteness,
+    explain_by_pages,
+    explain_by_values,
+)
+
+Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
+
+# Kinds of complaint that are the diagnosis if every failing case has them.
+_DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
+           "shape", "dtype", "threads", "fault", "global state", "invariance")
+_BY_CIRCUMSTANCE = (
+    ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
+    ("filled with", "unknown"),
+    ("since a call", "stale cache"),
+    ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
+    ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
+    ("after another call", "state"), ("NaN and infinity", "non-finite values"),
+    ("set_num_threads", "threads"), ("set_default_dtype", "dtype"), (" calls", "state"),
+    ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
+    ("recording gradients", "mode"),
+    (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
+    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
+# Complaints about whose memory something is.
+_OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
+# Circumstances whose runs differ in more than the state of the kernel.
+_OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
+_OF_LAYOUT = ("stride_last", "contiguous")
+STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
+
+
+@dataclass
+class Evidence:
+    """What is known of the failing cases of a kernel; what takes reruns is found out once, when it
+    is asked for."""
+
+    kernel: Kernel
+    failed: Sequence[CaseResult]
+    results: Sequence[CaseResult]
+    device: str
+    where: str                                 # what distinguishes them: conditions.py
+
+    def __post_init__(self) -> None:
+        # a backward case judges the result of its forward pass too
+        self.forward = [r for r in self.failed if not r.circumstance.startswith("backward")
+                        or {"error", "not finite"} & set(r.kinds)]
+
+    def add_plain_failures(self) -> None:
+        """Runs plain cases where every failing one is under a circumstance: of what comes late none
+        may have run."""
+        if all(r.circumstance for r in self.forward):
+            plain = plain_failures(self.kernel, self.failed, self.results, self.device)
+            self.forward, self.results = plain or self.forward, [*self.results, *plain]
+
+    @property
+    def op(self) -> Op:
+        return self.kernel.op
+
+    @property
+    def detail(self) -> str:
+        return self.forward[0].detail
+
+    def ask(self, question: Callable[..., bool]) -> bool:
+        """Asks about the failing forward cases."""
+        return question(self.kernel, self.forward, self.device)
+
+    @cached_property
+    def of_sizes(self) -> bool:
+        """Do sizes distinguish the failing cases, and nothing else?"""
+        return (_speaks_of_sizes(self.op, self.where)
+                and passes_at_some_size(self.kernel, self.results, self.device)
+                and passes_with_the_same_arguments(self.kernel, self.results, self.device)
+                and not fails_with_other_numbers(self.kernel, self.results, self.device)
+                and not (_rows_alone(self.op, self.where) and self.ask(is_wrong_in_few_rows)))
+
+    @property
+    def of_large_sizes(self) -> bool:
+        return self.of_sizes and "(it passes" in self.where
+
+    @cached_property
+    def arguments(self) -> list[str]:
+        return confirmed_arguments(self.kernel, self.forward, self.device)
+
+    @property
+    def several_arguments(self) -> bool:
+        return len(_kinds_of_facts(self.arguments)) > 1
+
+    @property
+    def distinguished(self) -> bool:
+        """Does a confirmed argument distinguish the failing cases?"""
+        return any(part in self.where for name in self.arguments for part in name.split(" and "))
+
+    @cached_property
+    def is_slight(self) -> bool:
+        return self.ask(is_slight) or self.ask(is_rounded)
+
+    @cached_property
+    def dtypes(self) -> set[str]:
+        dtypes = {r.dtype for r in self.forward}
+        wide = "float32" not in dtypes and self.ask(is_wrong_when_wide)
+        return dtypes | ({"float32"} if wide else set())
+
+
+def explain(evidence: Evidence) -> Explanation:
+    """Returns the first explanation."""
+    for explainer in EXPLAINERS:
+        explanation = explainer(evidence)
+        if explanation is not None:
+            return explanation
+    return "unknown", f"no altered reference explains it: {evidence.detail}"
+
+
+# What every failing case shows by itself.
+
+def _by_complaint(e: Evidence) -> Explanation | None:
+    if all("gradient" in r.kinds for r in e.failed):
+        return None                            # wrong numbers before how they lie
+    for kind in _DIRECT:
+        if all(kind in r.kinds for r in e.failed):
+            if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
+                return "layout", f"fails for tensors that are not contiguous: {e.failed[0].detail}"
+            return kind, e.failed[0].detail
+    owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
+    if all(owners):                            # one after another, as memory is used again
+        return max(dict.fromkeys(owners), key=owners.count), e.failed[0].detail
+    return None
+
+
+def _by_direction(e: Evidence) -> Explanation | None:
+    e.add_plain_failures()
+    if not e.forward:
+        return "gradient", f"the forward pass is right, the backward is not: {e.failed[0].detail}"
+    if not all(r.circumstance.startswith("backward") for r in e.forward):
+        return None
+    if e.ask(is_wrong_when_recording):
+        return "mode", f"right as it is, wrong where gradients are recorded: {e.detail}"
+    wrong = any("gradient" in r.kinds for r in e.failed)       # the forward pass by a rounding
+    return "gradient" if wrong else "unknown", f"wrong where gradients are recorded: {e.detail}"
+
+
+def _by_heads(e: Evidence) -> Explanation | None:
+    return explain_by_heads(e.kernel, e.forward, e.device)
+
+
+# Sizes, memory, earlier calls.
+
+def _by_large_sizes(e: Evidence) -> Explanation | None:
+    if e.of_sizes and e.ask(is_right_when_loaded_anew):
+        return _state(e)
+    if not e.of_large_sizes or any(r.circumstance for r in e.forward) or e.arguments:
+        return None
+    if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
+            and e.ask(is_rounding)):
+        return "precision", f"close, and seen where there are many: {e.detail}"
+    return scale_mistake(e.kernel, e.forward, e.device) or ("sizes", e.detail)
+
+
+def _by_layout(e: Evidence) -> Explanation | None:
+    strided = [r for r in e.forward if _is_of_layout(e.kernel, r, e.device)]
+    others = [r for r in e.forward if r not in strided and "2^31" not in r.circumstance]
+    if (strided and not others and not any("out of bounds" in r.kinds for r in e.forward)
+            and is_right_when_contiguous(e.kernel, strided, e.device)):
+        return "layout", f"wrong for tensors that are not contiguous only: {e.detail}"
+    return None
+
+
+def _by_earlier_calls(e: Evidence) -> Explanation | None:
+    return _state(e) if e.ask(is_right_when_loaded_anew) else None     # whatever it looks like now
+
+
+def _state(e: Evidence) -> Explanation:
+    return "state", f"right where it is loaded anew, wrong after other calls: {e.detail}"
+
+
+def _by_mistake(e: Evidence) -> Explanation | None:
+    return explain_by_mistake(e.kernel, e.forward, e.device)
+
+
+def _by_memory(e: Evidence) -> Explanation | None:
+    return explain_by_memory(e.kernel, e.forward, e.device)
+
+
+# Circumstances.
+
+def _by_circumstance(e: Evidence) -> Explanation | None:
+    names = {r.circumstance for r in e.forward}
+    if not all(names):                         # it fails without any too
+        return None
+    if (all("non-determinism" in r.kinds for r in e.forward)
+            and not any(word in name for name in names for word in _OTHER_CONTENTS)):
+        return "state", f"two runs with the same contents differ: {e.detail}"
+    says = f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
+    if all("given " in name for name in names):
+        return _kind_of_given(e.op, names), says
+    kinds = {next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
+             for name in names}
+    kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
+        return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
+    if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
+        kind = "unknown"
+    return kind, says
+
+
+def _by_forward_complaint(e: Evidence) -> Explanation | None:
+    return next(((kind, e.detail) for kind in _DIRECT
+                 if all(kind in r.kinds for r in e.forward)), None)
+
+
+def _by_nondeterminism(e: Evidence) -> Explanation | None:
+    if not all("non-determinism" in r.kinds for r in e.forward):
+        return None
+    has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in e.forward)
+    return ("state" if has_errors else "non-determinism",
+            f"the result depends on earlier calls: {e.detail}")
+
+
+def _without_tensors(e: Evidence) -> Explanation | None:
+    return (None if e.op.tensors
+            else ("unknown", f"no altered reference explains it: {e.detail}"))
+
+
+# What mends a call.
+
+def _by_pages(e: Evidence) -> Explanation | None:
+    # a page that only a large pool has is a matter of size
+    return None if e.of_sizes else explain_by_pages(e.kernel, e.forward, e.device)
+
+
+def _by_finiteness(e: Evidence) -> Explanation | None:
+    return explain_by_finiteness(e.kernel, e.forward, e.device)
+
+
+def _by_factor(e: Evidence) -> Explanation | None:
+    # where some cases pass it is one of something else
+    passes = any(r.passed and not r.circumstance for r in e.results)
+    return None if passes else explain_by_factor(e.kernel, e.forward, e.device)
+
+
+def _by_fact(e: Evidence) -> Explanation | None:
+    """By the argument that distinguishes the failing cases, if each is right without it alone."""
+    if any(fact in e.where for fact in _OF_LAYOUT) and e.ask(is_right_when_contiguous):
+        return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
+    if e.several_arguments:
+        return None
+    return next(((kind, f"right without {name} alone: {e.detail}")
+                 for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
+                 for name in e.arguments if fact in name), None)
+
+
+def _by_smaller_calls(e: Evidence) -> Explanation | None:
+    """Calls of a smaller size pass with the same arguments."""
+    return ("sizes", e.detail) if e.of_large_sizes and not e.distinguished else None
+
+
+def _by_values(e: Evidence) -> Explanation | None:
+    explanation = explain_by_values(e.kernel, e.forward, e.device)
+    return None if explanation and explanation[0] == "last rows" and e.distinguished \
+        else explanation
+
+
+def _by_arguments(e: Evidence) -> Explanation | None:
+    if not e.arguments:
+        return None
+    filters = [name for name in e.arguments if name != "return_logprobs"]
+    if e.op.family == "sampling" and (not e.distinguished or len(filters) > 1):
+        # another call draws other numbers: it may be right by chance
+        return "distribution", f"other tokens or probabilities than the contract's: {e.detail}"
+    if "float32" not in e.dtypes or not (e.distinguished
+                                         or any(r.error >= 0.05 for r in e.forward)):
+        return None
+    kinds = {class_of(name, "unknown") for name in e.arguments}
+    # of arguments that go together each one mends it, whichever is wrong
+    return kinds.pop() if len(kinds) == 1 else "unknown", (
+        f"right without {' or without '.join(e.arguments)} (left out, or one), in float32 too "
+        f"wrong with it: {e.detail}")
+
+
+def _by_remainders(e: Evidence) -> Explanation | None:
+    of_one_size = any(e.where.startswith(f"{dim} is ") for dim in e.op.dims)
+    return (("sizes", e.detail) if e.of_sizes and ("% " in e.where or of_one_size)
+            and not e.is_slight else None)
+
+
+def _by_rounding(e: Evidence) -> Explanation | None:
+    ratios = [r.ratio for r in e.forward if "error" in r.kinds]
+    if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
+        return None
+    right_when_wide = ("float32" not in e.dtypes
+                       and any(r.passed and r.dtype == "float32" for r in e.results))
+    if not ratios or min(ratios) <= 1 or not (right_when_wide or e.is_slight) \
+            or not e.ask(is_rounding):
+        return None
+    excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
+              else "other codes")
+    return "precision", f"close, but {excess}, in {', '.join(sorted(e.dtypes))}: {e.detail}"
+
+
+def _by_sizes(e: Evidence) -> Explanation | None:
+    return ("sizes", e.detail) if e.of_sizes else None
+
+
+def _by_draws(e: Evidence) -> Explanation | None:
+    return (("distribution", f"other tokens or probabilities than the contract's: {e.detail}")
+            if e.op.family == "sampling" else None)
+
+
+EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
+    _by_complaint, _by_direction, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
+    _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance, _by_forward_complaint,
+    _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
+    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor)
+
+
+def _kind_of_given(op: Op, names: Iterable[str]) -> str:
+    """Returns what the arguments speak of that were given in these circumstances."""
+    if op.family == "sampling":
+        return "distribution"
+    kinds = {class_of(name, "unknown") for name in names}
+    return kinds.pop() if len(kinds) == 1 else "unknown"
+
+
+def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
+    """Returns what arguments speak of; beside a window neither causality nor the diagonal."""
+    facts = {fact: kind for fact, kind in CLASS_OF_ARGUMENT for name in arguments
+             if fact in name}
+    if "window" in facts:
+        facts = {fact: kind for fact, kind in facts.items() if "causal" not in fact}
+    return set(facts.values())
+
+
+def _named_facts(where: str) -> list[str]:
+    return re.findall(r"([\w.]+) (?:>=|<=|%|is) ", where)
+
+
+def _speaks_of_sizes(op: Op, where: str) -> bool:
+    """Does the condition name a size, and no choice of an argument, such as a format?"""
+    names = _named_facts(where)
+    chosen = [n for n in names if n in op.by_name and op.by_name[n].choices]
+    return not chosen and any(n in op.dims or n in op.derived for n in names)
+
+
+def _rows_alone(op: Op, where: str) -> bool:
+    """Is the number of rows the only size that the condition names?"""
+    sizes = {n for n in _named_facts(where) if n in op.dims or n in op.derived}
+    return sizes == {row_dim(op)}
+
+
+def _is_of_layout(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    """Has the failing call a tensor that is not contiguous?"""
+    if not r.circumstance:
+        return is_strided(kernel, r, device)
+    return (any(word in r.circumstance for word in STRIDED)
+            and not r.circumstance.startswith("given "))
+
+
+def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Does it raise for tensors that are not contiguous only, and serve the same numbers in
+    contiguous memory?"""
+    return (all(_is_of_layout(kernel, r, device) or "2^31" in r.circumstance for r in failed)
+            and is_right_when_contiguous(kernel, failed, device))
+
+
+def _listed_names(names: Sequence[str]) -> str:
+    return "under " + (" / ".join(names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4
+                                                 else "")

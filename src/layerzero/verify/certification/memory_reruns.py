@@ -1,0 +1,51 @@
+"""Explains a wrong result by memory: what was not written, or is read beside an input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ..kernel.contract import CaseResult, call, formula, results_of, upcast
+from ..kernel.guarded import guarded, poisoned_memory
+from ..kernel.results import are_equal, has_holes
+from .reruns import are_close, sample_failures, values_of
+
+
+def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
+    """Reruns failing cases over poisoned memory, between margins of NaN, and repeatedly."""
+    if not kernel.op.tensors:
+        return None
+    for r in sample_failures(failed, 3):
+        values = values_of(kernel, r, device)
+        if values is None:
+            continue
+        try:
+            with torch.no_grad():
+                first = results_of(call(kernel, values))
+                again = [results_of(call(kernel, values)) for _ in range(6)]
+                with poisoned_memory():
+                    poisoned = results_of(call(kernel, values))
+                guarded_result = results_of(call(kernel, guarded(values)))
+                expected = formula(kernel.op, upcast(values))
+        except FAULTS:
+            continue
+        if not all(isinstance(t, Tensor) for t in first):
+            return None
+        if not are_equal(first, poisoned) and has_holes(poisoned, expected):
+            return ("uninitialised output",
+                    "over memory full of NaN its result has NaN: not every element is written")
+        if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
+            return ("out of bounds",
+                    "with NaN on both sides of every input its result has NaN: it reads beside one")
+        if any(not are_equal(first, other) for other in again):
+            all_right = all(are_close(kernel.op, r.dtype, out, expected)
+                            for out in (first, *again))
+            if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
+                return "non-determinism", "the same call gives other results from run to run"
+            return "state", "the same call gives another result from run to run, and a wrong one"
+    return None

@@ -103,19 +103,24 @@ _PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u
 _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>hello</s> <name>",
           "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80,
           "the hell " * 79 + "and more ")
+# of one length: behind one beginning, what tells two texts apart
+_ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
+    ending: int = -1, beginning: int = 79, seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the texts with these indices, or `random` random ones, and a small tokenizer."""
+    """Returns the texts with these indices, or `random` random ones, or one with this beginning
+    and ending, and a small tokenizer."""
     tokenizer = from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
     texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
     if random:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
                  for n in range(random)]
+    if ending >= 0:
+        texts = "the hell " * beginning + _ENDINGS[ending]
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
@@ -137,6 +142,13 @@ CASES: tuple[dict[str, Any], ...] = (
      "return_offsets": True},
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
     {"text": 7, "cache_prefix": True}, {"text": 8, "cache_prefix": True},
+    *({"ending": i, "beginning": n, "cache_prefix": True} for n in (79, 3)
+      for i in range(len(_ENDINGS))),
+    # what a kept text must not be found without
+    *({"ending": i, "cache_prefix": True, **options} for i in (2, 3) for options in (
+        {"parse_special": False}, {"parse_special": True}, {"template": True},
+        {"template": True, "add_special_tokens": False}, {"return_offsets": True},
+        {"truncation": True, "max_length": 9})),
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

@@ -14,12 +14,14 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..kernel.cases import if_allowed
+from ..kernel.cases import given_arguments, if_allowed
 from ..kernel.chosen_cells import Cell
 from ..kernel.contract import (
     CaseResult,
     Circumstance,
     call,
+    case_outline,
+    case_tensors,
     case_values,
     check_case,
     eager_results,
@@ -28,6 +30,7 @@ from ..kernel.contract import (
 )
 from ..kernel.guarded import with_layout
 from ..kernel.judging import same
+from ..kernel.pairs import pair_cases, single_sizes
 from ..kernel.shared import fingerprint
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
@@ -36,6 +39,7 @@ FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 1500)
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
+OTHER_DTYPES = 3                               # calls with one tensor in another dtype
 
 
 class OtherNumber(Circumstance):
@@ -65,10 +69,12 @@ class LooseBound(Circumstance):
 
 
 class EveryCode(Circumstance):
-    """Stored numbers of every code of their format, the lowest and the subnormal ones too."""
+    """Stored numbers of every code of their format, the lowest and the subnormal ones too; of few
+    numbers the first codes, or with `spread` codes from one end to the other."""
 
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"every code in {tensor}"
+    def __init__(self, tensor: str, spread: bool = False) -> None:
+        self.tensor, self.spread = tensor, spread
+        self.name = f"{'codes from end to end' if spread else 'every code'} in {tensor}"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
@@ -78,8 +84,18 @@ class EveryCode(Circumstance):
         codes = torch.arange(256, dtype=torch.uint8, device=t.device)
         if t.is_floating_point():
             codes = codes[codes.view(t.dtype).float().isfinite()]
-        repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
-        return _if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+        if not self.spread:
+            repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
+            return _if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+        if t.numel() >= codes.numel():
+            return None
+        for margin in (0, codes.numel() // 8, codes.numel() // 4):     # the last may be too large
+            places = torch.linspace(margin, codes.numel() - 1 - margin, t.numel()).round().long()
+            few = codes[places].view(t.dtype).view(t.shape)
+            allowed = _if_finite(op, {**values, self.tensor: few})
+            if allowed is not None:
+                return allowed
+        return None
 
 
 class AllStrided(Circumstance):
@@ -131,6 +147,21 @@ class LoudElement(Circumstance):
         loud = t.clone()
         loud.view(-1)[0] = 100.0
         return _if_finite(op, {**values, self.tensor: loud})
+
+
+class LoudEnds(Circumstance):
+    """The last number of every main tensor is large: the last tile holds the largest score."""
+
+    name, even = "filled with one loud number at each end", False
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        ends = {}
+        for name in op.same_dtype or op.differentiable or (op.main_tensor,):
+            t = values[name]
+            if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
+                ends[name] = t.clone()
+                ends[name][(-1,) * t.dim()] = 100.0
+        return _if_finite(op, {**values, **ends})
 
 
 class ChangedInPart(Circumstance):
@@ -294,7 +325,8 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
     if PAGES in op.tensors:
         yield UnusedPages()
     for name in op.tensors:
-        yield from (EveryCode(name), ChangedInPart(name))
+        yield from (EveryCode(name), EveryCode(name, spread=True), ChangedInPart(name))
+    yield LoudEnds()
     yield from (LoudElement(name) for name in op.tensors
                 if name != op.main_tensor and name not in op.same_dtype)
 
@@ -311,6 +343,48 @@ def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | N
 
 def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                           seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the circumstances of the arguments that not every case can have: an optional tensor
+    alone or left out, another dtype beside other arguments, loud numbers at model sizes."""
+    yield from _without_others(kernel, cells, device, seed)
+    if kernel.backend == "reference":          # it is what it is compared with
+        return
+    yield from _other_dtypes(kernel, device, seed)
+    yield from _loud_ends(kernel, device, seed)
+
+
+def _other_dtypes(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields each tensor that may have another dtype than the main one in another dtype, in a few
+    calls that have most of the arguments beside it."""
+    op = kernel.op
+    cells = pair_cases(kernel, device, "quick", seed).cells
+    given = [given_arguments(op, case_outline(op, *cell, device, seed)) for cell in cells]
+    for name in op.tensors:
+        if name == op.main_tensor or name in op.same_dtype:
+            continue
+        seen: set[str] = set()
+        for _ in range(OTHER_DTYPES):
+            i = max(range(len(cells)), default=None, key=lambda i: (
+                len(given[i] - seen) if _may_change(op, cells[i], name, device, seed) else 0))
+            if i is None or not given[i] - seen or not _may_change(op, cells[i], name, device,
+                                                                   seed):
+                break
+            seen |= given[i]
+            yield partial(check_case, kernel, *cells[i], device, seed, OtherDtype(name))
+
+
+def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
+    t = case_tensors(op, *cell, device, seed).get(name)
+    return t is not None and t.is_floating_point() and t.dtype.itemsize > 1
+
+
+def _loud_ends(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields a call for each size of the op in which it is large and its last number loud."""
+    for case in single_sizes(kernel.op, seed):
+        yield partial(check_case, kernel, case, kernel.op.dtypes[0], device, seed, LoudEnds())
+
+
+def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
+                    seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each optional tensor the first of the op's own cases that can do with it alone,
     and the first that can do without it alone: not every case can."""
     op, left = kernel.op, [c for c in argument_circumstances(kernel.op)

@@ -11,6 +11,7 @@ that what a kernel may do for one size, or for two arguments together, occurs in
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -138,7 +139,7 @@ def _draw_sizes(op: Op, rng: random.Random, small: Case, first: str, size: int) 
              if name == first or (rng.random() < 0.4 and not alone)}
     sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
              for name, n in drawn.items()}
-    most = (USUAL / 8 if op.family in COSTLY else USUAL) * (8 if alone else 1)
+    most = math.inf if alone else USUAL / 8 if op.family in COSTLY else USUAL
     while sizes and relative_size(op, {**small, **sizes}) > most:
         sizes.pop(rng.choice([name for name in sizes if name != first] or [first]))
     return sizes
@@ -194,6 +195,10 @@ def _levels(op: Op) -> Mapping[str, list[Any]]:
         for name, value in case.items():
             known = levels.setdefault(name, [None])
             known += [] if value in known else [value]
+    for values in levels.values():             # where several may be given, one of them, and twice
+        if any(type(v) is tuple for v in values):
+            single = [v for v in values if type(v) is int]
+            values += [v for i in single for v in ((i,), (i, i)) if v not in values]
     return levels
 
 

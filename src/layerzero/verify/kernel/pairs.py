@@ -40,6 +40,7 @@ from .drawn_sizes import (
     draw_sizes,
     drawn_calls,
     lists_of_lengths,
+    sizes_of,
     small_draw,
 )
 
@@ -263,6 +264,23 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
                 many = {**small, name: lengths}
                 cases += [(many,)] if are_lengths(op, small, many) else []
     return (*cases, *_areas(op, rng))
+
+
+@lru_cache(maxsize=64)
+def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
+    """Returns for each size of the op a call in which it is as large as in a model, the others
+    small."""
+    rng, numbers = random.Random(f"single sizes {op.name} {seed}"), numbers_of(op)
+    small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
+             for n, d in numbers.items()}
+    calls = []
+    for name in sizes_of(op):
+        largest = _affordable(op, partial(_sized, small, name), limit=MAX_FLOPS / 16)
+        if largest:
+            n = _near(rng, largest // 8 if op.family in _LOOPS else largest)
+            cases = (_sized(small, name, m) for m in (n, n // 64 * 64))
+            calls += [c for c in cases if allowed_facts(op, c, op.dtypes[0]) is not None][:1]
+    return tuple(calls)
 
 
 def _ones(op: Op) -> dict[str, Any]:

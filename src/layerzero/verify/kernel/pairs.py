@@ -80,8 +80,10 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
 
 def _is_large(value: Any) -> bool:
     """Is it a size, or lengths, of a case that is there for being large?"""
-    numbers = value if isinstance(value, tuple) else (value,)
-    return all(type(n) is int for n in numbers) and (sum(numbers) > 1_000 or len(numbers) > 100)
+    if isinstance(value, tuple):
+        return len(value) > 40 or any(map(_is_large, value)) or _is_large(
+            sum(n for n in value if type(n) is int))
+    return type(value) is int and value > 1_000
 
 
 def small_sizes(op: Op) -> dict[str, Any]:

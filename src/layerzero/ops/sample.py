@@ -140,10 +140,12 @@ def inputs(
         logits[::2, ::2], logits[1::2] = -torch.inf, -torch.inf
     elif special == "infinite":
         logits[:, 1], logits[:, -1] = torch.inf, torch.inf
-    elif special == "equal":                   # 2^n tokens, so that their sums are exact
+    elif special in ("equal", "halves"):       # 2^n tokens, so that their sums are exact
         logits[:], top_k = -torch.inf, _power_of_two(top_k)
         logits[:, -_power_of_two(vocab):] = 0.0
-    if probs:
+    if probs and special == "halves":          # 1/2, 1/4, ..., in any order
+        logits = 0.5 ** (1.0 + torch.randperm(vocab, generator=gen) % 12).expand(batch, -1)
+    elif probs:
         logits = logits.softmax(-1).nan_to_num()
     logits = logits.to(device=device, dtype=dtype)
     arguments: dict[str, Any] = {
@@ -205,6 +207,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "equal", "random": "sixteenths", "batch": 8, "vocab": 16, "top_k": 8},
     {"special": "equal", "random": "sixteenths", "batch": 8, "vocab": 16, "probs": True,
      "top_p": 0.5}, {"special": "equal", "vocab": 9, "min_p": 1.0},
+    *({"special": "halves", "probs": True, "random": "sixteenths", "batch": 8, "vocab": 9, name: n}
+      for name, n in (("min_p", 0.25), ("min_p", 0.125), ("top_p", 0.75), ("top_k", 4))),
     {"special": "equal", "vocab": 20, "temperature": 0.0},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},
     {"special": "masked", "random": "edges"}, {"random": "edges", "top_p": 0.9},

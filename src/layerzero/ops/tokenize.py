@@ -109,7 +109,8 @@ _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    ending: int = -1, beginning: int = 79, seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
+    ending: int = -1, beginning: int = 79, seed: int = 0, dtype: torch.dtype = torch.int64,
+    device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices, or `random` random ones, or one with this beginning
     and ending, and a small tokenizer."""

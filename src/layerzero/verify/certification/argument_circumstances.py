@@ -4,8 +4,9 @@ of a format, all tensors strided at once, and one tensor alone that changed sinc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
-from ...spec.op import Op
+from ...spec.op import Op, Param
 from ..kernel.cases import given_arguments, if_allowed
 from ..kernel.chosen_cells import Cell
 from ..kernel.contract import (
@@ -32,14 +33,15 @@ from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.pairs import pair_cases, single_sizes
 from ..kernel.shared import fingerprint
+from .row_circumstances import LoudEnds, MemoryOrder, ZeroRows, if_finite
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
-FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 1500)
+FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
-OTHER_DTYPES = 3                               # calls with one tensor in another dtype
+MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
 
 class OtherNumber(Circumstance):
@@ -54,7 +56,7 @@ class OtherNumber(Circumstance):
         # FlashAttention takes the largest score before it multiplies by the scale
         if values[self.argument] == self.number or (on_gpu and self.number < 0):
             return None
-        return _if_finite(op, {**values, self.argument: self.number})
+        return if_finite(op, {**values, self.argument: self.number})
 
 
 class LooseBound(Circumstance):
@@ -86,13 +88,13 @@ class EveryCode(Circumstance):
             codes = codes[codes.view(t.dtype).float().isfinite()]
         if not self.spread:
             repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
-            return _if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+            return if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
         if t.numel() >= codes.numel():
             return None
         for margin in (0, codes.numel() // 8, codes.numel() // 4):     # the last may be too large
             places = torch.linspace(margin, codes.numel() - 1 - margin, t.numel()).round().long()
             few = codes[places].view(t.dtype).view(t.shape)
-            allowed = _if_finite(op, {**values, self.tensor: few})
+            allowed = if_finite(op, {**values, self.tensor: few})
             if allowed is not None:
                 return allowed
         return None
@@ -146,22 +148,7 @@ class LoudElement(Circumstance):
             return None
         loud = t.clone()
         loud.view(-1)[0] = 100.0
-        return _if_finite(op, {**values, self.tensor: loud})
-
-
-class LoudEnds(Circumstance):
-    """The last number of every main tensor is large: the last tile holds the largest score."""
-
-    name, even = "filled with one loud number at each end", False
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        ends = {}
-        for name in op.same_dtype or op.differentiable or (op.main_tensor,):
-            t = values[name]
-            if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
-                ends[name] = t.clone()
-                ends[name][(-1,) * t.dim()] = 100.0
-        return _if_finite(op, {**values, **ends})
+        return if_finite(op, {**values, self.tensor: loud})
 
 
 class ChangedInPart(Circumstance):
@@ -245,7 +232,7 @@ class WithoutOthers(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         shortened = self.shortened(op, values)
-        return None if shortened is None else _if_finite(op, shortened)
+        return None if shortened is None else if_finite(op, shortened)
 
     def shortened(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the call whether the contract allows it or not; None if nothing is left out."""
@@ -268,7 +255,7 @@ class OtherDtype(Circumstance):
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
             return None
         other = torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
-        return _if_finite(op, {**values, self.tensor: t.to(other)})
+        return if_finite(op, {**values, self.tensor: t.to(other)})
 
 
 class UnusedPages(Circumstance):
@@ -290,19 +277,12 @@ def optional_tensors(op: Op) -> tuple[str, ...]:
                  and p.name not in RANDOM)
 
 
-def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the values if the contract allows the call and its results are numbers."""
-    allowed = if_allowed(op, values)
-    if allowed is None:
-        return None
-    try:
-        with torch.no_grad():
-            results = eager_results(op, allowed, fingerprint(allowed))
-    except FAULTS:
-        return None
-    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()
-              and t.dtype.itemsize > 1]
-    return allowed if all(bool(t.isfinite().all()) for t in floats) else None
+def other_numbers(p: Param) -> Iterator[OtherNumber]:
+    """Yields other numbers of a scalar."""
+    if p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
+        yield from (OtherNumber(p.name, n) for n in FLOATS)
+    elif type(p.default) is int:
+        yield from (OtherNumber(p.name, n) for n in INTEGERS)
 
 
 def argument_circumstances(op: Op) -> Iterator[Circumstance]:
@@ -312,10 +292,8 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
             continue
         if p.name.startswith(BOUNDS):
             yield LooseBound(p.name)
-        elif p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
-            yield from (OtherNumber(p.name, n) for n in FLOATS)
-        elif type(p.default) is int and p.name not in ("seed", "offset"):
-            yield from (OtherNumber(p.name, n) for n in INTEGERS)
+        else:
+            yield from other_numbers(p)
     yield from (AllStrided(layout) for layout in ("sparse", "offset"))
     yield from (AllStrided("sparse", op.main_tensor), OneBuffer())
     yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
@@ -326,7 +304,7 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
         yield UnusedPages()
     for name in op.tensors:
         yield from (EveryCode(name), EveryCode(name, spread=True), ChangedInPart(name))
-    yield LoudEnds()
+    yield from (LoudEnds(), ZeroRows())
     yield from (LoudElement(name) for name in op.tensors
                 if name != op.main_tensor and name not in op.same_dtype)
 
@@ -338,38 +316,50 @@ def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | N
     first = t.narrow(0, 0, 1)
     if t.dim() != 2 or not t.numel() or int(first.min()) < 0:
         return None                            # equal boundaries are no call, nor missing pages
-    return _if_finite(op, {**values, name: first.expand_as(t)})
+    return if_finite(op, {**values, name: first.expand_as(t)})
 
 
 def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                           seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields the circumstances of the arguments that not every case can have: an optional tensor
-    alone or left out, another dtype beside other arguments, loud numbers at model sizes."""
-    yield from _without_others(kernel, cells, device, seed)
-    if kernel.backend == "reference":          # it is what it is compared with
-        return
-    yield from _other_dtypes(kernel, device, seed)
-    yield from _loud_ends(kernel, device, seed)
-
-
-def _other_dtypes(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields each tensor that may have another dtype than the main one in another dtype, in a few
-    calls that have most of the arguments beside it."""
+    alone or left out, a number beside each of them, another dtype or rows of zeros beside other
+    arguments, loud numbers at model sizes, tensors of many dimensions in another order."""
     op = kernel.op
+    own = [(case, dtype) for case, dtype in cells if dtype == op.dtypes[0] and case in op.cases]
+    yield from _without_others(kernel, own, device, seed)
+    if kernel.backend == "reference" or not op.tensors:    # it is what it is compared with
+        return
+    def checks(chosen: Iterable[tuple[Cell, Circumstance]]) -> Iterator[Callable[[], CaseResult]]:
+        return (partial(check_case, kernel, *cell, device, seed, circumstance)
+                for cell, circumstance in chosen)
+
+    yield from checks(_numbers_beside_tensors(op, device, seed))
+    yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells
-    given = [given_arguments(op, case_outline(op, *cell, device, seed)) for cell in cells]
+    yield from checks((cell, ZeroRows()) for cell in _with_most_arguments(
+        op, cells, device, seed, MOST_ARGUMENTS))
     for name in op.tensors:
-        if name == op.main_tensor or name in op.same_dtype:
-            continue
-        seen: set[str] = set()
-        for _ in range(OTHER_DTYPES):
-            i = max(range(len(cells)), default=None, key=lambda i: (
-                len(given[i] - seen) if _may_change(op, cells[i], name, device, seed) else 0))
-            if i is None or not given[i] - seen or not _may_change(op, cells[i], name, device,
-                                                                   seed):
-                break
-            seen |= given[i]
-            yield partial(check_case, kernel, *cells[i], device, seed, OtherDtype(name))
+        if name != op.main_tensor and name not in op.same_dtype:
+            with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
+            yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
+                op, with_it, device, seed, MOST_ARGUMENTS))
+    yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
+
+
+def _with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
+                         most: int) -> list[Cell]:
+    """Returns a few of the calls that together give most of the arguments."""
+    given = {i: given_arguments(op, case_outline(op, *cell, device, seed))
+             for i, cell in enumerate(cells)}
+    seen: set[str] = set()
+    chosen: list[Cell] = []
+    while given and len(chosen) < most:
+        best = max(given, key=lambda i: len(given[i] - seen))
+        if chosen and not given[best] - seen:
+            break
+        seen |= given.pop(best)
+        chosen.append(cells[best])
+    return chosen
 
 
 def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
@@ -377,27 +367,67 @@ def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
     return t is not None and t.is_floating_point() and t.dtype.itemsize > 1
 
 
-def _loud_ends(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields a call for each size of the op in which it is large and its last number loud."""
-    for case in single_sizes(kernel.op, seed):
-        yield partial(check_case, kernel, case, kernel.op.dtypes[0], device, seed, LoudEnds())
+@lru_cache(maxsize=64)
+def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
+        tuple[Cell, Circumstance], ...]:
+    """Returns for each scalar calls that have it at another number beside each optional tensor
+    that shows it."""
+    cells = [(case, op.dtypes[0]) for case in op.cases]
+    optional = {p.name for p in op.params if not p.required and p.name in op.tensors}
+    tensors = [optional & case_tensors(op, *cell, device, seed).keys() for cell in cells]
+    chosen: list[tuple[Cell, Circumstance]] = []
+    for p in op.params:
+        others = () if p.name in (*op.tensors, "seed") or p.name.startswith(BOUNDS) \
+            else tuple(other_numbers(p))
+        left = set(optional) if others else set()
+        for _ in range(MOST_ARGUMENTS):
+            i = max(range(len(cells)), key=lambda i: len(tensors[i] & left))
+            if not tensors[i] & left:
+                break
+            values = case_values(op, *cells[i], device, seed)
+            left -= tensors[i]
+            chosen += [(cells[i], other) for other in others if _shows(op, values, other)][:1]
+    return tuple(chosen)
+
+
+def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:
+    """Has the call another result under the circumstance?"""
+    altered = circumstance.alter(op, values)
+    if altered is None:
+        return False
+    with torch.no_grad():
+        before, after = (eager_results(op, v, fingerprint(v)) for v in (values, altered))
+    return not (len(before) == len(after) and all(map(same, before, after)))
+
+
+def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
+                   seed: int) -> Iterator[tuple[Cell, Circumstance]]:
+    """Yields each tensor in every order of two of its dimensions but the last, in the first call
+    in which it has most of them."""
+    op, ranks = kernel.op, {}                  # type: Op, dict[str, tuple[int, Cell]]
+    for cell in cells:
+        for name, t in case_tensors(op, *cell, device, seed).items():
+            if t.dim() > max(2, ranks.get(name, (0, cell))[0]) and min(t.shape[:-1]) > 1:
+                ranks[name] = t.dim(), cell
+    for name, (rank, cell) in ranks.items():
+        yield from ((cell, MemoryOrder(name, a, b)) for a, b in combinations(range(rank - 1), 2))
 
 
 def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                     seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each optional tensor the first of the op's own cases that can do with it alone,
-    and the first that can do without it alone: not every case can."""
-    op, left = kernel.op, [c for c in argument_circumstances(kernel.op)
-                           if isinstance(c, WithoutOthers)]
-    for case, dtype in cells if left else ():
-        if dtype != op.dtypes[0] or case not in op.cases:
-            continue
+    and the first that can do without it alone, of each set of tensors that are given together."""
+    op, seen = kernel.op, set[tuple[str, frozenset[str]]]()
+    circumstances = [c for c in argument_circumstances(op) if isinstance(c, WithoutOthers)]
+    for case, dtype in cells if circumstances else ():
         values = case_values(op, case, dtype, device, seed)
-        for circumstance in list(left):
-            shortened = circumstance.shortened(op, values)
+        together = frozenset(n for n in optional_tensors(op) if isinstance(values[n], Tensor))
+        for circumstance in circumstances:
+            key = circumstance.name, together
+            shortened = None if key in seen else circumstance.shortened(op, values)
             if (shortened is not None and _takes(kernel, shortened)
                     and circumstance.alter(op, values) is not None):
-                left.remove(circumstance)
+                seen.add(key)
                 yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ..kernel.guarded import LAYOUTS, with_distant_rows, with_layout
 from ..kernel.judging import judge_result, same
 from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
+from .row_circumstances import MemoryOrder
 
 
 class OtherLayout(Circumstance):
@@ -354,8 +356,12 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
 def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]:
     """Yields how one tensor may lie in memory: in other layouts, misaligned, expanded, far apart.
     """
-    layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
+    layouts: tuple[str, ...] = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
+    if lane == "quick" and name != op.main_tensor and name not in op.same_dtype:
+        layouts += ("padded",)                 # a slice of ids; of the others cases have it
     yield from (OtherLayout(name, layout) for layout in layouts)
+    if lane != "quick":
+        yield from (MemoryOrder(name, a, b) for a, b in combinations(range(4), 2))
     yield from (Expanded(name, dim) for dim in range(5))
     yield Broadcast(name)
     yield FarApart(name)

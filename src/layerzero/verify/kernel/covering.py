@@ -94,8 +94,10 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
             # beside one key, or one row, the others may show nothing
             named = {s: min(_last(v), BEYOND[0]) for s, v in sizes.items()}
             shown = [(name, 1)] if n == 1 and name in sizes else list(named.items())
+            sized = consistent(op, {**base, **sizes})
+            shown += [(f"share of {many}", sized[many] // sized[few]) for many, few in shares(op)]
             rows[i].append((
-                consistent(op, {**base, **sizes}),
+                sized,
                 pairs.of((s, o, repr(v)) for s in shown for o, v in options.items()),
                 triples.of((s, *two) for s in shown
                            for two in combinations(sorted(options), 2))))
@@ -108,7 +110,7 @@ def sized_combinations(kernel: Kernel, device: str, lane: str,
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
     op, small, rows = kernel.op, small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
-    limit = ROWS[lane] * 2 // (5 if op.family in COSTLY else 2)
+    limit = ROWS[lane] * 2 // (4 if op.family in COSTLY else 2)
     chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
                      for row in rows[i]], limit)
     def others(case: Case) -> Iterator[Case]:

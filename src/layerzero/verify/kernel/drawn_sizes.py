@@ -25,7 +25,6 @@ from .contract import case_facts, case_outline, case_tensors
 
 SHARES = (1, 2, 3, 4, 5, 6, 7, 8, 12)          # heads that read one shared head
 ODD = {"quick": 16, "full": 48, "stress": 48}
-_LOOPS = ("linear_attention", "moe", "sampling")
 Draw = Callable[[str], int]
 
 
@@ -116,6 +115,15 @@ def lists_of_lengths(op: Op) -> tuple[str, ...]:
         and allowed_facts(op, {**ones, always[0]: (2, 2, 2), n: (1, 3)}, op.dtypes[0]) is None))
 
 
+@lru_cache(maxsize=64)
+def open_shapes(op: Op) -> frozenset[str]:
+    """Returns the tuples that may have any number of dimensions, as rows."""
+    ones = _ones(op)
+    return frozenset(n for n, d in ones.items() if type(d) is tuple and len(d) == 1
+                     and n not in lists_of_lengths(op)
+                     and allowed_facts(op, {**ones, n: (2, 2, 2)}, op.dtypes[0]) is not None)
+
+
 def _are_numbers(value: Any) -> bool:
     return type(value) is tuple and bool(value) and all(type(i) is int and i >= 0 for i in value)
 
@@ -129,10 +137,16 @@ def draw_sizes(op: Op, rng: random.Random, draw: Draw,
     is a multiple of and no size exceeds its bound; `lists`: of lengths, by default all."""
     lists = lists_of_lengths(op) if lists is None else lists
     sequences = rng.choice((1, 2, 3, 4))
-    sizes: dict[str, Any] = {n: draw(n) if type(d) is int else tuple(draw(n) for _ in d)
-                             for n, d in sizes_of(op).items()}
+    sizes: dict[str, Any] = {
+        n: draw(n) if type(d) is int else tuple(draw(n) for _ in d) if n not in open_shapes(op)
+        else _draw_shape(rng, draw(n)) for n, d in sizes_of(op).items()}
     sizes.update({n: tuple(draw(n) for _ in range(sequences)) for n in lists})
     return consistent(op, sizes, share)
+
+
+def _draw_shape(rng: random.Random, size: int) -> tuple[int, ...]:
+    """Returns one dimension, at times with one or two small ones before it."""
+    return (*(rng.choice((1, 2, 3)) for _ in range(rng.choice((0, 0, 0, 1, 2)))), size)
 
 
 def consistent(op: Op, sizes: Mapping[str, Any],
@@ -189,7 +203,7 @@ def arguments_of_cases(op: Op) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=64)
 def _of_superblocks(op: Op) -> frozenset[str]:
-    """Returns the sizes that some of the op's cases have as a multiple of 256, as formats demand."""
+    """Returns the sizes that cases of a format have as a multiple of 256, which it demands."""
     return frozenset(n for n in sizes_of(op) for case in op.cases
                      if type(case.get(n)) is int and "format" in case and case[n] % 256 == 0)
 
@@ -197,8 +211,8 @@ def _of_superblocks(op: Op) -> frozenset[str]:
 def odd_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
     """Returns calls in which no size is even or below nine, half of them with arguments. After
     each come others with a size that is a multiple of eight, for kernels that demand one."""
-    rng, calls = random.Random(f"odd {op.name} {seed}"), []    # type: random.Random, list[list[Case]]
-    names = list(sizes_of(op))
+    rng, names = random.Random(f"odd {op.name} {seed}"), list(sizes_of(op))
+    calls: list[list[Case]] = []
     options = list(arguments_of_cases(op))
     for i in range(ODD[lane] if names else 0):
         longest = rng.choice(names)
@@ -223,15 +237,14 @@ def shared_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
     if not shares(op):
         return []
     rng, options = random.Random(f"shared {op.name} {seed}"), list(arguments_of_cases(op))
-    draw, calls = small_draw(op, rng), []      # type: Draw, list[list[Case]]
-    for times in range(1 if lane == "quick" else 3):
-        for share in SHARES:
-            for few in (rng.choice((2, 3)), rng.choice((5, 6, 7, 9, 10))):
-                fews = {n for _, n in shares(op)}
-                sizes = draw_sizes(op, rng, lambda n, f=few: f if n in fews else draw(n),  # type: ignore[misc]
-                                   lambda many, s=share: s)    # type: ignore[misc]
-                calls.append([{**sizes, **rng.choice(options)}, sizes])
-    return calls
+    draw, fews = small_draw(op, rng), {few for _, few in shares(op)}
+
+    def call(share: int, few: int) -> list[Case]:
+        sizes = draw_sizes(op, rng, lambda n: few if n in fews else draw(n), lambda many: share)
+        return [{**sizes, **rng.choice(options)}, sizes]
+
+    return [call(share, few) for _ in range(1 if lane == "quick" else 3) for share in SHARES
+            for few in (rng.choice((2, 3)), rng.choice((5, 6, 7, 9, 10)))]
 
 
 def drawn_calls(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case]]]]:

@@ -35,6 +35,7 @@ from .contract import case_outline, case_values_to_read, formula, results_of
 from .drawn_sizes import (
     allowed_facts,
     are_lengths,
+    arguments_of_cases,
     consistent,
     draw_share,
     draw_sizes,
@@ -51,6 +52,8 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
 _LOOPS = ("linear_attention", "moe", "sampling")
 HALVED = ("attention", *_LOOPS)                # of their remainders a quick seed meets half
+SINGLE_SIZES = 32
+LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
 FLOATS = ("float32", "bfloat16", "float16")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
@@ -213,7 +216,25 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+    yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
+
+
+def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:
+    """Returns calls with two arguments and no other, of every two names at least one: what a third
+    one hides shows there."""
+    levels, rng = _with_dtypes(argument_levels(op)), random.Random(f"lone pairs {op.name} {seed}")
+    small, draw, lists = small_sizes(op), small_draw(op, rng), lists_of_lengths(op)
+    names = [n for n in levels if n not in (*lists, "extreme")]
+    pairs = list(combinations(names, 2))
+    rng.shuffle(pairs)
+    most = LONE_PAIRS[lane] // (2 if op.family in HALVED else 1)
+    calls: list[list[Case]] = []
+    for pair in (pairs * 3)[:most]:
+        two = {n: rng.choice(levels[n][1:]) for n in pair}
+        sizes = draw_sizes(op, rng, draw, draw_share(rng), lists[:rng.choice((1, 2))])
+        calls.append([consistent(op, {**sizes, **two}), {**small, **two}])
+    return calls
 
 
 @lru_cache(maxsize=64)
@@ -271,17 +292,20 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
 @lru_cache(maxsize=64)
 def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
     """Returns for each size of the op a call in which it is as large as in a model, the others
-    small."""
+    small; and more of them with arguments of the op's cases."""
     rng, numbers = random.Random(f"single sizes {op.name} {seed}"), numbers_of(op)
     small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
              for n, d in numbers.items()}
-    calls = []
-    for name in sizes_of(op):
-        largest = _affordable(op, partial(_sized, small, name), limit=MAX_FLOPS / 16)
-        if largest:
-            n = _near(rng, largest // 8 if op.family in _LOOPS else largest)
-            cases = (_sized(small, name, m) for m in (n, n // 64 * 64))
-            calls += [c for c in cases if allowed_facts(op, c, op.dtypes[0]) is not None][:1]
+    largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16)
+               for n in sizes_of(op)}
+    pairs = [(n, o) for n in largest if largest[n] for o in arguments_of_cases(op)]
+    rng.shuffle(pairs)
+    pairs.sort(key=lambda pair: bool(pair[1]))  # without arguments first
+    calls: list[Case] = []
+    for name, options in pairs[:SINGLE_SIZES if op.family not in HALVED else SINGLE_SIZES // 2]:
+        n = _near(rng, largest[name] // 8 if op.family in _LOOPS else largest[name])
+        cases = ({**_sized(small, name, m), **options} for m in (n, n // 64 * 64))
+        calls += [c for c in cases if allowed_facts(op, c, op.dtypes[0]) is not None][:1]
     return tuple(calls)
 
 

@@ -24,6 +24,7 @@ from ..kernel.contract import (
     case_outline,
     case_tensors,
     case_values,
+    case_values_to_read,
     check_case,
     eager_results,
     refusals,
@@ -33,7 +34,7 @@ from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.pairs import pair_cases, single_sizes
 from ..kernel.shared import fingerprint
-from .row_circumstances import LoudEnds, MemoryOrder, ZeroRows, if_finite
+from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
 FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
@@ -41,6 +42,7 @@ FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
+TRIES = 4                                      # of calls that may show a number
 MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
 
@@ -379,14 +381,17 @@ def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
     for p in op.params:
         others = () if p.name in (*op.tensors, "seed") or p.name.startswith(BOUNDS) \
             else tuple(other_numbers(p))
-        left = set(optional) if others else set()
-        for _ in range(MOST_ARGUMENTS):
-            i = max(range(len(cells)), key=lambda i: len(tensors[i] & left))
-            if not tensors[i] & left:
-                break
-            values = case_values(op, *cells[i], device, seed)
-            left -= tensors[i]
-            chosen += [(cells[i], other) for other in others if _shows(op, values, other)][:1]
+        seen: set[str] = set()
+        for name in sorted(optional) if others else ():
+            with_it = [i for i in range(len(cells)) if name in tensors[i] and name not in seen]
+            with_it.sort(key=lambda i: -len(tensors[i] - seen))
+            for i in with_it[:TRIES]:
+                values = case_values_to_read(op, *cells[i], device, seed)
+                shown = next((other for other in others if _shows(op, values, other)), None)
+                if shown is not None:
+                    chosen.append((cells[i], shown))
+                    seen |= tensors[i]
+                    break
     return tuple(chosen)
 
 
@@ -402,15 +407,18 @@ def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:
 
 def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
                    seed: int) -> Iterator[tuple[Cell, Circumstance]]:
-    """Yields each tensor in every order of two of its dimensions but the last, in the first call
-    in which it has most of them."""
-    op, ranks = kernel.op, {}                  # type: Op, dict[str, tuple[int, Cell]]
+    """Yields each tensor without its first or last column, in the first call of each number of its
+    dimensions; and where it has most of them, with every two but the last exchanged in memory."""
+    op, ranks = kernel.op, {}                  # type: Op, dict[tuple[str, int], Cell]
     for cell in cells:
         for name, t in case_tensors(op, *cell, device, seed).items():
-            if t.dim() > max(2, ranks.get(name, (0, cell))[0]) and min(t.shape[:-1]) > 1:
-                ranks[name] = t.dim(), cell
-    for name, (rank, cell) in ranks.items():
-        yield from ((cell, MemoryOrder(name, a, b)) for a, b in combinations(range(rank - 1), 2))
+            if t.dim() > 1 and min(t.shape) > 1:
+                ranks.setdefault((name, t.dim()), cell)
+    for (name, rank), cell in ranks.items():
+        yield from ((cell, Shifted(name, first)) for first in (True, False))
+        if rank == max(r for n, r in ranks if n == name):
+            yield from ((cell, MemoryOrder(name, a, b))
+                        for a, b in combinations(range(rank - 1), 2))
 
 
 def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,

@@ -1,5 +1,5 @@
-"""Circumstances of rows: the last number of each tensor loud, rows of zeros, rows in another order
-in memory.
+"""Circumstances of rows: how they lie in memory, the last number of each tensor loud, rows of
+zeros.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ...machine.faults import FAULTS
 from ...spec.op import Op
 from ..kernel.cases import if_allowed
 from ..kernel.contract import Circumstance, eager_results
+from ..kernel.guarded import with_layout
 from ..kernel.shared import fingerprint
 
 
@@ -35,6 +36,19 @@ def _main_tensors(op: Op, values: dict[str, Any]) -> dict[str, Tensor]:
     names = op.same_dtype or op.differentiable or (op.main_tensor,)
     return {n: t for n in names if isinstance(t := values[n], Tensor) and t.numel() and t.dim()
             and t.is_floating_point() and t.dtype.itemsize > 1}
+
+
+class OtherLayout(Circumstance):
+    """One tensor in another memory layout."""
+
+    def __init__(self, tensor: str, layout: str) -> None:
+        self.tensor, self.layout = tensor, layout
+        self.name = f"{tensor} {layout}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        other = with_layout(t, self.layout) if isinstance(t, Tensor) else None
+        return None if other is None else {**values, self.tensor: other}
 
 
 class LoudEnds(Circumstance):
@@ -77,3 +91,26 @@ class MemoryOrder(Circumstance):
             return None
         moved = t.transpose(a, b).contiguous().transpose(a, b)
         return {**values, self.tensor: moved}
+
+
+class Shifted(Circumstance):
+    """One tensor without the first or the last column of a wider one, as the inputs and the targets
+    of training are: its rows are one number apart."""
+
+    any_dtype = True
+
+    def __init__(self, tensor: str, first: bool) -> None:
+        self.tensor, self.first = tensor, first
+        self.name = f"{tensor} without the {'first' if first else 'last'} column of another"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dim() < 2 or not t.numel():
+            return None
+        codes = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        # integers that are allowed, but not there
+        column = (torch.full_like(t[..., :1], torch.nan) if codes.is_floating_point()
+                  else codes.flip(0)[..., :1])
+        wide = torch.cat((column, codes) if self.first else (codes, column), -1)
+        rows = wide[..., 1:] if self.first else wide[..., :-1]
+        return {**values, self.tensor: rows if codes is t else rows.view(t.dtype)}

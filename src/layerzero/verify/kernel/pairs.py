@@ -41,6 +41,7 @@ from .drawn_sizes import (
     draw_sizes,
     drawn_calls,
     lists_of_lengths,
+    open_shapes,
     sizes_of,
     small_draw,
 )
@@ -296,14 +297,14 @@ def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
     rng, numbers = random.Random(f"single sizes {op.name} {seed}"), numbers_of(op)
     small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
              for n, d in numbers.items()}
-    largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16)
-               for n in sizes_of(op)}
+    largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16) // (
+        8 if op.family in _LOOPS or n in open_shapes(op) else 1) for n in sizes_of(op)}
     pairs = [(n, o) for n in largest if largest[n] for o in arguments_of_cases(op)]
     rng.shuffle(pairs)
     pairs.sort(key=lambda pair: bool(pair[1]))  # without arguments first
     calls: list[Case] = []
     for name, options in pairs[:SINGLE_SIZES if op.family not in HALVED else SINGLE_SIZES // 2]:
-        n = _near(rng, largest[name] // 8 if op.family in _LOOPS else largest[name])
+        n = _near(rng, largest[name])
         cases = ({**_sized(small, name, m), **options} for m in (n, n // 64 * 64))
         calls += [c for c in cases if allowed_facts(op, c, op.dtypes[0]) is not None][:1]
     return tuple(calls)

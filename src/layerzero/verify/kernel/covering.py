@@ -24,7 +24,7 @@ from ...spec.op import Op
 from .case_sizes import relative_size
 from .cases import Case, affects_result, given_arguments
 from .contract import case_outline, case_refusals, case_values_to_read
-from .drawn_sizes import consistent, lists_of_lengths, shares, sizes_of
+from .drawn_sizes import consistent, counts_of, lists_of_lengths, shares, sizes_of
 from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
 from .shared import compute_once
 
@@ -90,12 +90,15 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
         options = {n: v for n, v in case.items() if n not in drawn}
         base = _with_few(op, case, small)
         for name, n in product(small, (*TILES, rng.choice(BEYOND))):
+            if n in BEYOND and op.family in COSTLY and name in counts_of(op):
+                continue
             sizes = _draw_sizes(op, rng, base, name, n)
             # beside one key, or one row, the others may show nothing
             named = {s: min(_last(v), BEYOND[0]) for s, v in sizes.items()}
             shown = [(name, 1)] if n == 1 and name in sizes else list(named.items())
             sized = consistent(op, {**base, **sizes})
-            shown += [(f"share of {many}", sized[many] // sized[few]) for many, few in shares(op)]
+            shown += [(f"share of {many}", sized[many] // sized[few]) for many, few in shares(op)
+                      if many in sized and few in sized]
             rows[i].append((
                 sized,
                 pairs.of((s, o, repr(v)) for s in shown for o, v in options.items()),

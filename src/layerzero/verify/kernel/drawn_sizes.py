@@ -116,6 +116,12 @@ def lists_of_lengths(op: Op) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
+def counts_of(op: Op) -> frozenset[str]:
+    """Returns the sizes of which there are few: batches, heads, rows."""
+    return open_shapes(op) | {n for n, d in sizes_of(op).items() if type(d) is int and d <= 8}
+
+
+@lru_cache(maxsize=64)
 def open_shapes(op: Op) -> frozenset[str]:
     """Returns the tuples that may have any number of dimensions, as rows."""
     ones = _ones(op)
@@ -214,10 +220,12 @@ def odd_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
     rng, names = random.Random(f"odd {op.name} {seed}"), list(sizes_of(op))
     calls: list[list[Case]] = []
     options = list(arguments_of_cases(op))
-    for i in range(ODD[lane] if names else 0):
-        longest = rng.choice(names)
+    for i in range(ODD[lane] // (2 if op.family == "attention" else 1) if names else 0):
+        longest = rng.choice([n for n in names if n not in counts_of(op)] or names)
 
         def draw(name: str, longest: str = longest) -> int:
+            if name in counts_of(op):
+                return rng.choice((9, 11, 13))
             return rng.randrange(21, 62, 2) if name == longest else rng.randrange(9, 18, 2)
 
         extra = rng.choice(options) if i % 2 else {}

@@ -37,11 +37,11 @@ from .drawn_sizes import (
     are_lengths,
     arguments_of_cases,
     consistent,
+    counts_of,
     draw_share,
     draw_sizes,
     drawn_calls,
     lists_of_lengths,
-    open_shapes,
     sizes_of,
     small_draw,
 )
@@ -298,7 +298,7 @@ def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
     small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
              for n, d in numbers.items()}
     largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16) // (
-        8 if op.family in _LOOPS or n in open_shapes(op) else 1) for n in sizes_of(op)}
+        8 if op.family in _LOOPS or n in counts_of(op) else 1) for n in sizes_of(op)}
     pairs = [(n, o) for n in largest if largest[n] for o in arguments_of_cases(op)]
     rng.shuffle(pairs)
     pairs.sort(key=lambda pair: bool(pair[1]))  # without arguments first

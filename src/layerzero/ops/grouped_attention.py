@@ -100,7 +100,7 @@ def inputs(
     items: tuple[tuple[int, int, int, int], ...] = ITEMS, tokens_q: int = 0, tokens_k: int = 0,
     hq: int = 4, hkv: int = 2, d: int = 32, dv: int = 0, causal: bool = True,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
-    lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: int = 0,
+    lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; key rows of no item hold inf. `drawn`: so many items
@@ -110,7 +110,7 @@ def inputs(
     buffer. `stride`: rows "padded", or "by head": the heads' axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
-    items = _drawn_items(drawn, Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items
+    items = _drawn_items(int(drawn), Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items
     ends = [(q + n, k + m) for q, n, k, m in items]
     tokens_q = tokens_q or max((q for q, _ in ends), default=0) + 2
     tokens_k = tokens_k or max((k for _, k in ends), default=0) + 3
@@ -166,8 +166,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stride": "by head", "hkv": 4}, {"chunk": 4, "lse": True}, {"extreme": True},
     {"items": DECODE, "chunk": 8, "d": 64, "lse": True},
     {"items": ((0, 3, 10, 90), (3, 70, 0, 130)), "d": 64, "chunk": 16},
-    {"drawn": 3, "lse": True}, {"drawn": 6, "causal": False}, {"drawn": 9, "chunk": 4},
-    {"drawn": 5, "causal": False, "window": (5, 3), "lse": True},
+    {"drawn": "3", "lse": True}, {"drawn": "6", "causal": False}, {"drawn": "9", "chunk": 4},
+    {"drawn": "5", "causal": False, "window": (5, 3), "lse": True},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

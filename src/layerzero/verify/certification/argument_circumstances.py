@@ -339,7 +339,7 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
     yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells
     yield from checks((cell, ZeroRows()) for cell in _with_most_arguments(
-        op, cells, device, seed, MOST_ARGUMENTS))
+        op, [c for c in cells if c[1] == op.dtypes[0]], device, seed, MOST_ARGUMENTS))
     for name in op.tensors:
         if name != op.main_tensor and name not in op.same_dtype:
             with_it = [c for c in cells if _may_change(op, c, name, device, seed)]

@@ -214,7 +214,7 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
     op = kernel.op
     levels, rng = _levels(op), random.Random(f"cells {op.name} {seed}")
     dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
-    for _ in range(2 * ROWS[lane]):
+    for _ in range(4 * ROWS[lane]):
         chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
         try:
             if case_refusals(kernel, chosen, dtype, device, seed):

@@ -55,7 +55,7 @@ _LOOPS = ("linear_attention", "moe", "sampling")
 HALVED = ("attention", *_LOOPS)                # of their remainders a quick seed meets half
 SINGLE_SIZES = 32
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS = ("float32", "bfloat16")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
 
@@ -137,7 +137,7 @@ def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, A
 
 
 def _with_dtypes(levels: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Returns the levels with every dtype of 16 and 32 bits where a case gives one of them."""
+    """Returns the levels with a wide and a narrow dtype where a case gives one of them."""
     return {n: [*values, *(d for d in FLOATS if d not in values)]
             if set(FLOATS) & {v for v in values if type(v) is str} else values
             for n, values in levels.items()}

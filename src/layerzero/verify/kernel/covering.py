@@ -88,10 +88,12 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
         if "extreme" in case:                  # scores that grow with the head size, say
             continue
         options = {n: v for n, v in case.items() if n not in drawn}
-        base = _with_few(op, case, small)
+        with_heads = _with_few(op, case, small)
         for name, n in product(small, (*TILES, rng.choice(BEYOND))):
             if n in BEYOND and op.family in COSTLY and name in counts_of(op):
                 continue
+            heads = {few: 2 for _, few in shares(op)} | {many: 4 for many, _ in shares(op)}
+            base = {**with_heads, **(heads if n in BEYOND else {})}
             sizes = _draw_sizes(op, rng, base, name, n)
             # beside one key, or one row, the others may show nothing
             named = {s: min(_last(v), BEYOND[0]) for s, v in sizes.items()}

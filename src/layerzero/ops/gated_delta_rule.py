@@ -88,10 +88,12 @@ def inputs(
     q, k = (torch.randn(b, s, h, d, generator=gen) for _ in "qk")
     k = k if norm else F.normalize(k, dim=-1)
     gates = torch.float32 if wide_gates else dtype
+    g, beta = -torch.rand(b, s, hv, generator=gen) * decay, torch.rand(b, s, hv, generator=gen)
+    for gate in (g, beta):                     # one head keeps its state over hundreds of tokens
+        gate[..., 1:][..., -1:] *= 0.01
     tensors = {
         "q": q.to(dtype), "k": k.to(dtype), "v": torch.randn(b, s, hv, dv, generator=gen).to(dtype),
-        "g": (-torch.rand(b, s, hv, generator=gen) * decay).to(gates),
-        "beta": torch.rand(b, s, hv, generator=gen).to(gates),
+        "g": g.to(gates), "beta": beta.to(gates),
         "initial_state": torch.randn(b, hv, d, dv, generator=gen).to(
             torch.promote_types(dtype, torch.float32)) if state else None}
     return {**{name: t if t is None else t.to(device) for name, t in tensors.items()},

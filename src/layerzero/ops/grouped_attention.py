@@ -14,6 +14,7 @@ and rounded once.
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import torch
@@ -84,19 +85,32 @@ def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool
 ITEMS = ((6, 16, 0, 40), (0, 5, 0, 21), (26, 1, 13, 30))
 
 
+def _drawn_items(count: int, rng: Random) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns items of rows one after another, in any order, over ranges of a few beginnings."""
+    starts, rows, items = (0, rng.randrange(1, 30)), 0, []
+    for _ in range(count):
+        n = rng.choice((0, 1, 1, 2, rng.randrange(1, 20)))
+        items.append((rows, n, rng.choice(starts), rng.randrange(0, 50)))
+        rows += n + rng.choice((0, 0, 1))
+    rng.shuffle(items)
+    return tuple(items)
+
+
 def inputs(
     items: tuple[tuple[int, int, int, int], ...] = ITEMS, tokens_q: int = 0, tokens_k: int = 0,
     hq: int = 4, hkv: int = 2, d: int = 32, dv: int = 0, causal: bool = True,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
-    lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False,
+    lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case; key rows of no item hold inf.
+    """Returns random arguments for one case; key rows of no item hold inf. `drawn`: so many items
+    are drawn, some of which begin at the same key.
 
     `chunk`: keys in chunks of that length, twice that for every second item, anywhere in the
     buffer. `stride`: rows "padded", or "by head": the heads' axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
+    items = _drawn_items(int(drawn), Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items
     ends = [(q + n, k + m) for q, n, k, m in items]
     tokens_q = tokens_q or max((q for q, _ in ends), default=0) + 2
     tokens_k = tokens_k or max((k for _, k in ends), default=0) + 3
@@ -152,6 +166,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stride": "by head", "hkv": 4}, {"chunk": 4, "lse": True}, {"extreme": True},
     {"items": DECODE, "chunk": 8, "d": 64, "lse": True},
     {"items": ((0, 3, 10, 90), (3, 70, 0, 130)), "d": 64, "chunk": 16},
+    {"drawn": "3", "lse": True}, {"drawn": "6", "causal": False}, {"drawn": "9", "chunk": 4},
+    {"drawn": "5", "causal": False, "window": (5, 3), "lse": True},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

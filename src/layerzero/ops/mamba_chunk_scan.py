@@ -101,8 +101,12 @@ def inputs(
         return drawn(*shape) if softplus else drawn(*shape).abs()
 
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
+    x, dt = drawn(b, s, h, d), step(b, s, h)
+    A[1:][-1:] *= 0.1                          # one head keeps its state over hundreds of tokens
+    slow = dt[..., 1:][..., -1:]
+    slow.copy_(slow - 5 if softplus else slow * 0.01)
     return {
-        "x": drawn(b, s, h, d), "dt": step(b, s, h),
+        "x": x, "dt": dt,
         "A": A.to(device=device, dtype=acc_dtype), "B": drawn(b, s, g, n), "C": drawn(b, s, g, n),
         "D": drawn(h) if skip else None, "z": drawn(b, s, h, d) if gate else None,
         "dt_bias": step(h) if bias else None,

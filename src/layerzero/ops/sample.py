@@ -140,7 +140,12 @@ def inputs(
         logits[::2, ::2], logits[1::2] = -torch.inf, -torch.inf
     elif special == "infinite":
         logits[:, 1], logits[:, -1] = torch.inf, torch.inf
-    if probs:
+    elif special in ("equal", "halves"):       # 2^n tokens, so that their sums are exact
+        logits[:], top_k = -torch.inf, _power_of_two(top_k)
+        logits[:, -_power_of_two(vocab):] = 0.0
+    if probs and special == "halves":          # 1/2, 1/4, ..., in any order
+        logits = 0.5 ** (1.0 + torch.randperm(vocab, generator=gen) % 12).expand(batch, -1)
+    elif probs:
         logits = logits.softmax(-1).nan_to_num()
     logits = logits.to(device=device, dtype=dtype)
     arguments: dict[str, Any] = {
@@ -166,6 +171,8 @@ def inputs(
         arguments["uniforms"] = rand(0.0, 1.0)
     elif random == "edges":                    # 0, and the last number before 1
         arguments["uniforms"] = torch.arange(batch, device=device) // 2 % 2 * (1 - 2.0 ** -24)
+    elif random == "sixteenths":
+        arguments["uniforms"] = (15 - torch.arange(batch, device=device) * 2 % 16) / 16
     elif random == "seed_rows":                # of more than 32 bits
         arguments["seed_rows"] = torch.arange(batch, device=device) * (1 << 33) + 17
     elif random == "generator":
@@ -173,6 +180,10 @@ def inputs(
     else:
         arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
     return arguments
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n else 0
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -190,6 +201,15 @@ CASES: tuple[dict[str, Any], ...] = (
     {"probs": True}, {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9},
     {"probs": True, "rows": True, "random": "seed"},
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},
+    # sums that equal a threshold
+    *({"special": "equal", "random": "sixteenths", "batch": 8, "vocab": vocab, "top_p": top_p}
+      for vocab, top_p in ((4, 0.5), (8, 0.25), (33, 0.75))),
+    {"special": "equal", "random": "sixteenths", "batch": 8, "vocab": 16, "top_k": 8},
+    {"special": "equal", "random": "sixteenths", "batch": 8, "vocab": 16, "probs": True,
+     "top_p": 0.5}, {"special": "equal", "vocab": 9, "min_p": 1.0},
+    *({"special": "halves", "probs": True, "random": "sixteenths", "batch": 8, "vocab": 9, name: n}
+      for name, n in (("min_p", 0.25), ("min_p", 0.125), ("top_p", 0.75), ("top_k", 4))),
+    {"special": "equal", "vocab": 20, "temperature": 0.0},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},
     {"special": "masked", "random": "edges"}, {"random": "edges", "top_p": 0.9},
     {"special": "masked"}, {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9},

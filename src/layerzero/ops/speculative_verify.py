@@ -32,7 +32,14 @@ from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.sampling import clean_probs, draw, one_hot, random_numbers, residual_weights
+from .formulas.sampling import (
+    clean_probs,
+    draw,
+    equal_probs,
+    one_hot,
+    random_numbers,
+    residual_weights,
+)
 
 INTEGERS = ("int32", "int64")
 
@@ -94,6 +101,9 @@ def inputs(
         target[::2] = 0.0
     elif special == "impossible":              # the drafted tokens, in every other row
         target[::2, :drafted].scatter_(2, tokens[::2, :, None], 0.0)
+    elif special == "equal":                   # p / q and all sums are exact
+        draft, target = (equal_probs(draft.shape, n) for n in ((1, 1), (2, 3)))
+        tokens = tokens % 2
     elif special == "broken":
         target[..., 0], draft[..., 1] = -0.5, torch.inf
     elif special == "strided":
@@ -101,7 +111,11 @@ def inputs(
     arguments: dict[str, Any] = {
         "draft_tokens": tokens.to(device), "target_probs": target.to(device=device, dtype=dtype),
         "draft_probs": None if certain else draft[:, :drafted].to(device=device, dtype=dtype)}
-    if random == "uniforms":
+    if random == "quarters":                   # and sixteenths for the token that is drawn
+        quarters = torch.randint(1, 4, (batch, drafted + 1), generator=gen) / 4
+        quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
+        arguments["uniforms"] = quarters.to(device)
+    elif random == "uniforms":
         arguments["uniforms"] = torch.rand((batch, drafted + 1), generator=gen).to(device)
     elif random == "zeros":
         arguments["uniforms"] = torch.zeros((batch, drafted + 1), device=device)
@@ -118,6 +132,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
+    {"special": "equal", "random": "quarters", "batch": 16},
+    {"special": "equal", "random": "quarters", "certain": True, "batch": 16},
     {"special": "strided"}, {"random": "seed"}, {"random": "seed_rows", "batch": 9},
     {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )

@@ -40,6 +40,7 @@ from .formulas.common import FLOATS
 from .formulas.sampling import (
     clean_probs,
     draw,
+    equal_probs,
     normalize,
     one_hot,
     random_numbers,
@@ -127,6 +128,9 @@ def inputs(
         tokens[::2, -2:] = -1
     elif special == "masked":
         target[::2] = 0.0
+    elif special == "equal":                   # p / q and all sums are exact
+        draft, target = (equal_probs(draft.shape, n) for n in ((1, 1), (2, 3)))
+        tokens = tokens % 2
     elif special == "greedy":
         target = torch.nn.functional.one_hot(target.argmax(-1), vocab).float()
     parent_row = torch.tensor(parents, dtype=torch.int64, device=device)
@@ -135,7 +139,11 @@ def inputs(
         "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
         "target_probs": target.to(device=device, dtype=dtype),
         "without_replacement": without_replacement}
-    if random == "uniforms":
+    if random == "quarters":                   # and sixteenths for the token that is drawn
+        quarters = torch.randint(1, 4, (batch, count + 1), generator=gen) / 4
+        quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
+        arguments["uniforms"] = quarters.to(device)
+    elif random == "uniforms":
         arguments["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
     else:
         arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
@@ -148,6 +156,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
     {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
+    {"special": "equal", "random": "quarters", "batch": 16},
+    {"special": "equal", "random": "quarters", "tree": "fan", "certain": True, "batch": 16},
     {"random": "seed"}, {"vocab": 5003, "batch": 2},
     {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
 )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal
 
@@ -103,19 +104,31 @@ _PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u
 _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>hello</s> <name>",
           "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80,
           "the hell " * 79 + "and more ")
+# of one length: behind one beginning, what tells two texts apart
+_ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
+
+
+@lru_cache(maxsize=8)
+def _tiny_tokenizer(template: bool, pad: bool) -> TokenizerHandle:
+    """Returns the same one for all calls, as callers have it: what is kept of it may be stale."""
+    return from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
 
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
+    ending: str = "", beginning: str = "long", seed: int = 0, dtype: torch.dtype = torch.int64,
+    device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the texts with these indices, or `random` random ones, and a small tokenizer."""
-    tokenizer = from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
+    """Returns the texts with these indices, or `random` random ones, or one with this beginning
+    and ending, and a small tokenizer."""
+    tokenizer = _tiny_tokenizer(template, pad)
     texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
     if random:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
                  for n in range(random)]
+    if ending:
+        texts = "the hell " * (79 if beginning == "long" else 3) + ending
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
@@ -137,6 +150,14 @@ CASES: tuple[dict[str, Any], ...] = (
      "return_offsets": True},
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
     {"text": 7, "cache_prefix": True}, {"text": 8, "cache_prefix": True},
+    *({"ending": ending, "beginning": beginning, "cache_prefix": True} for ending in _ENDINGS
+      for beginning in ("long", "short")),
+    # what a kept text must not be found without
+    *({"ending": ending, "cache_prefix": True, **options} for ending in _ENDINGS[2:4]
+      for options in (
+        {"parse_special": False}, {"parse_special": True}, {"template": True},
+        {"template": True, "add_special_tokens": False}, {"return_offsets": True},
+        {"truncation": True, "max_length": 9})),
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

@@ -257,3 +257,13 @@ def normalize(weights: Tensor) -> Tensor:
 def one_hot(column: Tensor, like: Tensor) -> Tensor:
     """Returns the distribution of a deterministic draft: 1 at its token."""
     return torch.zeros_like(like).scatter(1, column, 1.0)
+
+
+def equal_probs(shape: torch.Size, powers: tuple[int, int]) -> Tensor:
+    """Returns distributions (batch, positions, vocab) over 2^n tokens of one probability, n from
+    one position to the next the first and the second of `powers`: every sum of them is exact."""
+    probs, largest = torch.zeros(shape), shape[-1].bit_length() - 1
+    for i in range(shape[1]):
+        power = min(powers[i % 2], largest)
+        probs[:, i, :1 << power] = 0.5 ** power
+    return probs

@@ -4,8 +4,9 @@ of a format, all tensors strided at once, and one tensor alone that changed sinc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..kernel.cases import if_allowed
+from ...spec.op import Op, Param
+from ..kernel.cases import given_arguments, if_allowed
 from ..kernel.chosen_cells import Cell
 from ..kernel.contract import (
     CaseResult,
     Circumstance,
     call,
+    case_outline,
+    case_tensors,
     case_values,
+    case_values_to_read,
     check_case,
     eager_results,
     refusals,
@@ -28,14 +32,18 @@ from ..kernel.contract import (
 )
 from ..kernel.guarded import with_layout
 from ..kernel.judging import same
+from ..kernel.pairs import pair_cases, single_sizes
 from ..kernel.shared import fingerprint
+from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
-FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 1500)
+FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
+TRIES = 4                                      # of calls that may show a number
+MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
 
 class OtherNumber(Circumstance):
@@ -50,7 +58,7 @@ class OtherNumber(Circumstance):
         # FlashAttention takes the largest score before it multiplies by the scale
         if values[self.argument] == self.number or (on_gpu and self.number < 0):
             return None
-        return _if_finite(op, {**values, self.argument: self.number})
+        return if_finite(op, {**values, self.argument: self.number})
 
 
 class LooseBound(Circumstance):
@@ -65,10 +73,12 @@ class LooseBound(Circumstance):
 
 
 class EveryCode(Circumstance):
-    """Stored numbers of every code of their format, the lowest and the subnormal ones too."""
+    """Stored numbers of every code of their format, the lowest and the subnormal ones too; of few
+    numbers the first codes, or with `spread` codes from one end to the other."""
 
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"every code in {tensor}"
+    def __init__(self, tensor: str, spread: bool = False) -> None:
+        self.tensor, self.spread = tensor, spread
+        self.name = f"{'codes from end to end' if spread else 'every code'} in {tensor}"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
@@ -78,8 +88,18 @@ class EveryCode(Circumstance):
         codes = torch.arange(256, dtype=torch.uint8, device=t.device)
         if t.is_floating_point():
             codes = codes[codes.view(t.dtype).float().isfinite()]
-        repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
-        return _if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+        if not self.spread:
+            repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
+            return if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+        if t.numel() >= codes.numel():
+            return None
+        for margin in (0, codes.numel() // 8, codes.numel() // 4):     # the last may be too large
+            places = torch.linspace(margin, codes.numel() - 1 - margin, t.numel()).round().long()
+            few = codes[places].view(t.dtype).view(t.shape)
+            allowed = if_finite(op, {**values, self.tensor: few})
+            if allowed is not None:
+                return allowed
+        return None
 
 
 class AllStrided(Circumstance):
@@ -130,7 +150,7 @@ class LoudElement(Circumstance):
             return None
         loud = t.clone()
         loud.view(-1)[0] = 100.0
-        return _if_finite(op, {**values, self.tensor: loud})
+        return if_finite(op, {**values, self.tensor: loud})
 
 
 class ChangedInPart(Circumstance):
@@ -214,7 +234,7 @@ class WithoutOthers(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         shortened = self.shortened(op, values)
-        return None if shortened is None else _if_finite(op, shortened)
+        return None if shortened is None else if_finite(op, shortened)
 
     def shortened(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the call whether the contract allows it or not; None if nothing is left out."""
@@ -237,7 +257,7 @@ class OtherDtype(Circumstance):
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
             return None
         other = torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
-        return _if_finite(op, {**values, self.tensor: t.to(other)})
+        return if_finite(op, {**values, self.tensor: t.to(other)})
 
 
 class UnusedPages(Circumstance):
@@ -259,19 +279,12 @@ def optional_tensors(op: Op) -> tuple[str, ...]:
                  and p.name not in RANDOM)
 
 
-def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the values if the contract allows the call and its results are numbers."""
-    allowed = if_allowed(op, values)
-    if allowed is None:
-        return None
-    try:
-        with torch.no_grad():
-            results = eager_results(op, allowed, fingerprint(allowed))
-    except FAULTS:
-        return None
-    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()
-              and t.dtype.itemsize > 1]
-    return allowed if all(bool(t.isfinite().all()) for t in floats) else None
+def other_numbers(p: Param) -> Iterator[OtherNumber]:
+    """Yields other numbers of a scalar."""
+    if p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
+        yield from (OtherNumber(p.name, n) for n in FLOATS)
+    elif type(p.default) is int:
+        yield from (OtherNumber(p.name, n) for n in INTEGERS)
 
 
 def argument_circumstances(op: Op) -> Iterator[Circumstance]:
@@ -281,10 +294,8 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
             continue
         if p.name.startswith(BOUNDS):
             yield LooseBound(p.name)
-        elif p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
-            yield from (OtherNumber(p.name, n) for n in FLOATS)
-        elif type(p.default) is int and p.name not in ("seed", "offset"):
-            yield from (OtherNumber(p.name, n) for n in INTEGERS)
+        else:
+            yield from other_numbers(p)
     yield from (AllStrided(layout) for layout in ("sparse", "offset"))
     yield from (AllStrided("sparse", op.main_tensor), OneBuffer())
     yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
@@ -294,7 +305,8 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
     if PAGES in op.tensors:
         yield UnusedPages()
     for name in op.tensors:
-        yield from (EveryCode(name), ChangedInPart(name))
+        yield from (EveryCode(name), EveryCode(name, spread=True), ChangedInPart(name))
+    yield from (LoudEnds(), ZeroRows())
     yield from (LoudElement(name) for name in op.tensors
                 if name != op.main_tensor and name not in op.same_dtype)
 
@@ -306,24 +318,124 @@ def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | N
     first = t.narrow(0, 0, 1)
     if t.dim() != 2 or not t.numel() or int(first.min()) < 0:
         return None                            # equal boundaries are no call, nor missing pages
-    return _if_finite(op, {**values, name: first.expand_as(t)})
+    return if_finite(op, {**values, name: first.expand_as(t)})
 
 
 def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                           seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the circumstances of the arguments that not every case can have: an optional tensor
+    alone or left out, a number beside each of them, another dtype or rows of zeros beside other
+    arguments, loud numbers at model sizes, tensors of many dimensions in another order."""
+    op = kernel.op
+    own = [(case, dtype) for case, dtype in cells if dtype == op.dtypes[0] and case in op.cases]
+    yield from _without_others(kernel, own, device, seed)
+    if kernel.backend == "reference" or not op.tensors:    # it is what it is compared with
+        return
+    def checks(chosen: Iterable[tuple[Cell, Circumstance]]) -> Iterator[Callable[[], CaseResult]]:
+        return (partial(check_case, kernel, *cell, device, seed, circumstance)
+                for cell, circumstance in chosen)
+
+    yield from checks(_numbers_beside_tensors(op, device, seed))
+    yield from checks(_memory_orders(kernel, own, device, seed))
+    cells = pair_cases(kernel, device, "quick", seed).cells
+    yield from checks((cell, ZeroRows()) for cell in _with_most_arguments(
+        op, [c for c in cells if c[1] == op.dtypes[0]], device, seed, MOST_ARGUMENTS))
+    for name in op.tensors:
+        if name != op.main_tensor and name not in op.same_dtype:
+            with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
+            yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
+                op, with_it, device, seed, MOST_ARGUMENTS))
+    yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
+
+
+def _with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
+                         most: int) -> list[Cell]:
+    """Returns a few of the calls that together give most of the arguments."""
+    given = {i: given_arguments(op, case_outline(op, *cell, device, seed))
+             for i, cell in enumerate(cells)}
+    seen: set[str] = set()
+    chosen: list[Cell] = []
+    while given and len(chosen) < most:
+        best = max(given, key=lambda i: len(given[i] - seen))
+        if chosen and not given[best] - seen:
+            break
+        seen |= given.pop(best)
+        chosen.append(cells[best])
+    return chosen
+
+
+def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
+    t = case_tensors(op, *cell, device, seed).get(name)
+    return t is not None and t.is_floating_point() and t.dtype.itemsize > 1
+
+
+@lru_cache(maxsize=64)
+def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
+        tuple[Cell, Circumstance], ...]:
+    """Returns for each scalar calls that have it at another number beside each optional tensor
+    that shows it."""
+    cells = [(case, op.dtypes[0]) for case in op.cases]
+    optional = {p.name for p in op.params if not p.required and p.name in op.tensors}
+    tensors = [optional & case_tensors(op, *cell, device, seed).keys() for cell in cells]
+    chosen: list[tuple[Cell, Circumstance]] = []
+    for p in op.params:
+        others = () if p.name in (*op.tensors, "seed") or p.name.startswith(BOUNDS) \
+            else tuple(other_numbers(p))
+        seen: set[str] = set()
+        for name in sorted(optional) if others else ():
+            with_it = [i for i in range(len(cells)) if name in tensors[i] and name not in seen]
+            with_it.sort(key=lambda i: -len(tensors[i] - seen))
+            for i in with_it[:TRIES]:
+                values = case_values_to_read(op, *cells[i], device, seed)
+                shown = next((other for other in others if _shows(op, values, other)), None)
+                if shown is not None:
+                    chosen.append((cells[i], shown))
+                    seen |= tensors[i]
+                    break
+    return tuple(chosen)
+
+
+def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:
+    """Has the call another result under the circumstance?"""
+    altered = circumstance.alter(op, values)
+    if altered is None:
+        return False
+    with torch.no_grad():
+        before, after = (eager_results(op, v, fingerprint(v)) for v in (values, altered))
+    return not (len(before) == len(after) and all(map(same, before, after)))
+
+
+def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
+                   seed: int) -> Iterator[tuple[Cell, Circumstance]]:
+    """Yields each tensor without its first or last column, in the first call of each number of its
+    dimensions; and where it has most of them, with every two but the last exchanged in memory."""
+    op, ranks = kernel.op, {}                  # type: Op, dict[tuple[str, int], Cell]
+    for cell in cells:
+        for name, t in case_tensors(op, *cell, device, seed).items():
+            if t.dim() > 1 and min(t.shape) > 1:
+                ranks.setdefault((name, t.dim()), cell)
+    for (name, rank), cell in ranks.items():
+        yield from ((cell, Shifted(name, first)) for first in (True, False))
+        if rank == max(r for n, r in ranks if n == name):
+            yield from ((cell, MemoryOrder(name, a, b))
+                        for a, b in combinations(range(rank - 1), 2))
+
+
+def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
+                    seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each optional tensor the first of the op's own cases that can do with it alone,
-    and the first that can do without it alone: not every case can."""
-    op, left = kernel.op, [c for c in argument_circumstances(kernel.op)
-                           if isinstance(c, WithoutOthers)]
-    for case, dtype in cells if left else ():
-        if dtype != op.dtypes[0] or case not in op.cases:
-            continue
+    and the first that can do without it alone, of each set of tensors that are given together."""
+    op, seen = kernel.op, set[tuple[str, frozenset[str]]]()
+    circumstances = [c for c in argument_circumstances(op) if isinstance(c, WithoutOthers)]
+    for case, dtype in cells if circumstances else ():
         values = case_values(op, case, dtype, device, seed)
-        for circumstance in list(left):
-            shortened = circumstance.shortened(op, values)
+        together = frozenset(n for n in optional_tensors(op) if isinstance(values[n], Tensor))
+        for circumstance in circumstances:
+            key = circumstance.name, together
+            shortened = None if key in seen else circumstance.shortened(op, values)
             if (shortened is not None and _takes(kernel, shortened)
                     and circumstance.alter(op, values) is not None):
-                left.remove(circumstance)
+                seen.add(key)
                 yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
 
 

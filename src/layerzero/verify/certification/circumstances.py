@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -35,23 +36,11 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
-from ..kernel.guarded import LAYOUTS, with_distant_rows, with_layout
+from ..kernel.guarded import LAYOUTS, with_distant_rows
 from ..kernel.judging import judge_result, same
 from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
-
-
-class OtherLayout(Circumstance):
-    """One tensor in another memory layout."""
-
-    def __init__(self, tensor: str, layout: str) -> None:
-        self.tensor, self.layout = tensor, layout
-        self.name = f"{tensor} {layout}"
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        t = values[self.tensor]
-        other = with_layout(t, self.layout) if isinstance(t, Tensor) else None
-        return None if other is None else {**values, self.tensor: other}
+from .row_circumstances import MemoryOrder, OtherLayout, Shifted
 
 
 class Expanded(Circumstance):
@@ -356,6 +345,9 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
     """
     layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
     yield from (OtherLayout(name, layout) for layout in layouts)
+    if lane != "quick":
+        yield from (MemoryOrder(name, a, b) for a, b in combinations(range(4), 2))
+        yield from (Shifted(name, first) for first in (True, False))
     yield from (Expanded(name, dim) for dim in range(5))
     yield Broadcast(name)
     yield FarApart(name)

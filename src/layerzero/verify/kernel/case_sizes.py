@@ -23,10 +23,15 @@ def numbers_of(op: Op) -> Mapping[str, Any]:
 def relative_size(op: Op, case: Mapping[str, Any]) -> float:
     """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
     created."""
-    def volume(n: Any) -> float:
-        return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
+    def volume(n: Any, default: Any) -> float:
+        if not isinstance(n, tuple):
+            return max(n, 1)
+        # the lengths of packed sequences, or the sizes of dimensions
+        are_lengths = isinstance(default, tuple) and len(default) > 2
+        return max(sum(n), 1) if are_lengths else math.prod(max(i, 1) for i in n)
 
     numbers = numbers_of(op)
     sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
              or isinstance(case.get(n), tuple)}
-    return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())
+    return math.prod(volume(n, numbers[name]) / volume(numbers[name], numbers[name])
+                     for name, n in sizes.items())

@@ -49,6 +49,7 @@ SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 8
 FEW_SIZES = (1, 2, 3, 16, 33, 64, 96, 128, 192, 256, 320, 512, 1025)
 # only for torch's signature; random
 _NOT_TESTED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")
+LARGE = 40                                     # times the default sizes
 MAX_FLOPS, MAX_ELEMENTS = 6e7, 1.2e6           # the largest case of sweeps and crossings
 
 
@@ -242,7 +243,7 @@ def _with_sizes(op: Op, case: Case, sizes: Mapping[str, Any]) -> Case:
 
 def small_stress(op: Op) -> list[Case]:
     """Returns the op's stress cases that are not large."""
-    return [c for c in op.stress if relative_size(op, c) <= 40]
+    return [c for c in op.stress if relative_size(op, c) <= LARGE]
 
 
 def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
@@ -280,7 +281,7 @@ def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case],
 
 def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS, seed: int = 0) -> bool:
     """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
-    if limit is not None and relative_size(op, case) > 40:
+    if limit is not None and relative_size(op, case) > LARGE:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -336,7 +337,8 @@ def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
     if case_key(case) in own_keys(op) or lane == "stress":
         return op.dtypes
     wide_and_narrow = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
-    if lane == "quick" and case not in op.stress:      # one of the two, as it falls
+    is_large = relative_size(op, case) > LARGE
+    if lane == "quick" and (case not in op.stress or is_large):        # one of the two, as it falls
         first = zlib.crc32(case_key(case).encode()) % len(wide_and_narrow)
         return wide_and_narrow[first:first + 1]
     return wide_and_narrow

@@ -11,10 +11,11 @@ that what a kernel may do for one size, or for two arguments together, occurs in
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 
 from ...machine.faults import FAULTS
@@ -23,10 +24,12 @@ from ...spec.op import Op
 from .case_sizes import relative_size
 from .cases import Case, affects_result, given_arguments
 from .contract import case_outline, case_refusals, case_values_to_read
+from .drawn_sizes import consistent, counts_of, lists_of_lengths, shares, sizes_of
 from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
 from .shared import compute_once
 
-TILES = (1, 32, 64, 128)
+TILES = (1, 8, 32, 64, 128)
+BEYOND = range(257, 321)                       # more than a tile of 256, drawn for each call
 ROWS = {"quick": 160, "full": 400, "stress": 400}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller
@@ -78,19 +81,28 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
     """Returns for each combination of arguments some calls with sizes of tiles, and which elements
     they have: the same for all kernels of the op, so that its formula is computed once."""
     rng, small = random.Random(f"sized {op.name} {seed}"), small_sizes(op)
-    pairs, triples = _Bits(), _Bits()
+    pairs, triples, drawn = _Bits(), _Bits(), {*sizes_of(op), *lists_of_lengths(op)}
     rows: dict[int, list[tuple[Case, int, int]]] = {}
     for i, case in enumerate(pool_cases(op, lane, seed)):
         rows[i] = []
         if "extreme" in case:                  # scores that grow with the head size, say
             continue
-        options = {n: v for n, v in case.items() if n not in small}
-        for name, n in product(small, TILES):
-            sizes = _draw_sizes(op, rng, small, name, n)
+        options = {n: v for n, v in case.items() if n not in drawn}
+        with_heads = _with_few(op, case, small)
+        for name, n in product(small, (*TILES, rng.choice(BEYOND))):
+            if n in BEYOND and op.family in COSTLY and name in counts_of(op):
+                continue
+            heads = {few: 2 for _, few in shares(op)} | {many: 4 for many, _ in shares(op)}
+            base = {**with_heads, **(heads if n in BEYOND else {})}
+            sizes = _draw_sizes(op, rng, base, name, n)
             # beside one key, or one row, the others may show nothing
-            shown = [(name, sizes[name])] if n == 1 and name in sizes else list(sizes.items())
+            named = {s: min(_last(v), BEYOND[0]) for s, v in sizes.items()}
+            shown = [(name, 1)] if n == 1 and name in sizes else list(named.items())
+            sized = consistent(op, {**base, **sizes})
+            shown += [(f"share of {many}", sized[many] // sized[few]) for many, few in shares(op)
+                      if many in sized and few in sized]
             rows[i].append((
-                {**case, **sizes},
+                sized,
                 pairs.of((s, o, repr(v)) for s in shown for o, v in options.items()),
                 triples.of((s, *two) for s in shown
                            for two in combinations(sorted(options), 2))))
@@ -102,21 +114,39 @@ def sized_combinations(kernel: Kernel, device: str, lane: str,
                        seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
-    small, rows = small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
-    limit = ROWS[lane] * 2 // (5 if kernel.op.family in COSTLY else 2)
+    op, small, rows = kernel.op, small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
+    limit = ROWS[lane] * 2 // (4 if op.family in COSTLY else 2)
     chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
                      for row in rows[i]], limit)
-    return tuple((case, *({**case, **small, name: case[name]}
-                          for name in small if case[name] != small[name])) for case in chosen)
+    def others(case: Case) -> Iterator[Case]:
+        for name in small:
+            if _last(case[name]) in (*TILES, *BEYOND) and case[name] != small[name]:
+                other = consistent(op, {**_with_few(op, case, small), name: case[name]})
+                yield from () if other == case else (other,)
+
+    return tuple((case, *others(case)) for case in chosen)
+
+
+def _last(size: Any) -> int:
+    return size if type(size) is int else size[-1] if size else 0
+
+
+def _with_few(op: Op, case: Case, small: Case) -> dict[str, Any]:
+    """Returns the case with small sizes but for its shared heads and lists of lengths, of which it
+    has the last ones."""
+    kept = {*chain(*shares(op)), *lists_of_lengths(op)}
+    return {**case, **{n: v for n, v in small.items() if n not in kept}}
 
 
 def _draw_sizes(op: Op, rng: random.Random, small: Case, first: str, size: int) -> dict[str, Any]:
     """Returns this size and some of tiles, as many as a call of a usual size may have."""
-    drawn = {name: size if name == first else rng.choice(TILES[1:]) for name in small
-             if name == first or rng.random() < 0.4}
+    names = [name for name in small_sizes(op) if small[name]]
+    alone = size in BEYOND                     # large enough by itself
+    drawn = {name: size if name == first else rng.choice(TILES[1:]) for name in names
+             if name == first or (rng.random() < 0.4 and not alone)}
     sizes = {name: n if type(small[name]) is int else (*small[name][:-1], n)
              for name, n in drawn.items()}
-    most = USUAL / 8 if op.family in COSTLY else USUAL
+    most = math.inf if alone else USUAL / 8 if op.family in COSTLY else USUAL
     while sizes and relative_size(op, {**small, **sizes}) > most:
         sizes.pop(rng.choice([name for name in sizes if name != first] or [first]))
     return sizes
@@ -172,6 +202,10 @@ def _levels(op: Op) -> Mapping[str, list[Any]]:
         for name, value in case.items():
             known = levels.setdefault(name, [None])
             known += [] if value in known else [value]
+    for values in levels.values():             # where several may be given, one of them, and twice
+        if any(type(v) is tuple for v in values):
+            single = [v for v in values if type(v) is int]
+            values += [v for i in single for v in ((i,), (i, i)) if v not in values]
     return levels
 
 

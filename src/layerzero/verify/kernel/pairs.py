@@ -28,17 +28,22 @@ from .cases import (
     MAX_FLOPS,
     Case,
     is_accepted,
-    is_degenerate,
     relative_cost,
     small_stress,
 )
-from .contract import (
-    case_facts,
-    case_outline,
-    case_tensors,
-    case_values_to_read,
-    formula,
-    results_of,
+from .contract import case_outline, case_values_to_read, formula, results_of
+from .drawn_sizes import (
+    allowed_facts,
+    are_lengths,
+    arguments_of_cases,
+    consistent,
+    counts_of,
+    draw_share,
+    draw_sizes,
+    drawn_calls,
+    lists_of_lengths,
+    sizes_of,
+    small_draw,
 )
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
@@ -48,6 +53,9 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
 _LOOPS = ("linear_attention", "moe", "sampling")
 HALVED = ("attention", *_LOOPS)                # of their remainders a quick seed meets half
+SINGLE_SIZES = 32
+LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
+FLOATS = ("float32", "bfloat16")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
 
@@ -76,8 +84,10 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
 
 def _is_large(value: Any) -> bool:
     """Is it a size, or lengths, of a case that is there for being large?"""
-    numbers = value if isinstance(value, tuple) else (value,)
-    return all(type(n) is int for n in numbers) and (sum(numbers) > 1_000 or len(numbers) > 100)
+    if isinstance(value, tuple):
+        return len(value) > 40 or any(map(_is_large, value)) or _is_large(
+            sum(n for n in value if type(n) is int))
+    return type(value) is int and value > 1_000
 
 
 def small_sizes(op: Op) -> dict[str, Any]:
@@ -94,28 +104,43 @@ def _sample(rng: random.Random, cases: Sequence[Case], count: int) -> list[Case]
 def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, Any],
                                                        frozenset[Pair]], ...]:
     """Returns random combinations that the contract allows: case, dtype, facts, pairs."""
-    levels, rng = argument_levels(op), random.Random(f"pairs {op.name} {seed}")
-    small = small_sizes(op)
+    levels, rng = _with_dtypes(argument_levels(op)), random.Random(f"pairs {op.name} {seed}")
+    small, draw, lists = small_sizes(op), small_draw(op, rng), lists_of_lengths(op)
     dtypes = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     rows = []
     for i, own in enumerate((*_sample(rng, op.cases, POOL[lane] // 2), *[{}] * POOL[lane])):
         drawn = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
         # what goes with another argument is drawn with it from a case that has both
         options = {n: own.get(n, drawn.get(n, values[0])) for n, values in levels.items()}
-        case = {**small, **{n: v for n, v in options.items() if v != levels[n][0]}}
+        given = {n: v for n, v in options.items() if v != levels[n][0]}
+        sizes = draw_sizes(op, rng, draw, draw_share(rng))
+        sizes = {n: v for n, v in sizes.items() if n in given or n not in lists[1:]}
+        case = {**consistent(op, {**given, **sizes, **{n: v for n, v in given.items()
+                                                       if n not in lists}})}
         dtype = dtypes[i % len(dtypes)]
-        facts = _allowed_facts(op, case, dtype, seed)
+        facts = allowed_facts(op, case, dtype, seed)
+        if facts is None:                      # not all sizes go with all arguments
+            case = {**small, **given}
+            facts = allowed_facts(op, case, dtype, seed)
         if facts is None and own:              # it may need its own sizes, and no other argument
             options = {n: own.get(n, values[0]) for n, values in levels.items()}
             case = {**small, **own}
-            facts = _allowed_facts(op, case, dtype, seed)
+            facts = allowed_facts(op, case, dtype, seed)
         if facts is not None:
-            named = sorted((n, repr(v)) for n, v in options.items())
+            named = sorted((n, repr(v) if n not in lists or v == levels[n][0] else "drawn")
+                           for n, v in options.items())
             masking = {(n, repr(v)) for n, v in options.items()
                        if v != levels[n][0] and _masks(op, {**small, n: v})}
             rows.append((case, dtype, facts, frozenset(
                 pair for pair in combinations(named, 2) if not masking or masking & set(pair))))
     return tuple(rows)
+
+
+def _with_dtypes(levels: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Returns the levels with a wide and a narrow dtype where a case gives one of them."""
+    return {n: [*values, *(d for d in FLOATS if d not in values)]
+            if set(FLOATS) & {v for v in values if type(v) is str} else values
+            for n, values in levels.items()}
 
 
 _MASKING: dict[tuple[str, str], bool] = {}
@@ -137,21 +162,6 @@ def _masks(op: Op, case: Case) -> bool:
         except FAULTS:                         # no call by itself
             _MASKING[key] = False
     return _MASKING[key]
-
-
-def _allowed_facts(op: Op, case: Case, dtype: str, seed: int = 0) -> Mapping[str, Any] | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            facts = case_facts(op, case, dtype, seed=seed)
-            if any(rule.check(facts) is not None for rule in op.requires) or is_degenerate(op,
-                                                                                          facts):
-                return None
-            if op.extra_check is not None:
-                op.extra_check(case_outline(op, case, dtype, seed=seed), facts)
-        except FAULTS:                         # an invalid combination may raise anything
-            return None
-    return facts
 
 
 @lru_cache(maxsize=256)
@@ -193,7 +203,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     """Yields for two sizes of the op at a time cases in which both have other remainders of 128;
     of an expensive op half of all in the quick lane, so that two seeds meet every one; all up to
     256 in the longer ones. After each come cases with one of the two alone, for sizes that do not
-    go together."""
+    go together. Then the calls in which all sizes are drawn."""
     numbers = numbers_of(op)
     small: dict[str, Any] = {
         n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
@@ -207,6 +217,25 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+    yield "two arguments alone", lone_pairs(op, lane, seed)
+    yield from drawn_calls(op, lane, seed)
+
+
+def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:
+    """Returns calls with two arguments and no other, of every two names at least one: what a third
+    one hides shows there."""
+    levels, rng = _with_dtypes(argument_levels(op)), random.Random(f"lone pairs {op.name} {seed}")
+    small, draw, lists = small_sizes(op), small_draw(op, rng), lists_of_lengths(op)
+    names = [n for n in levels if n not in (*lists, "extreme")]
+    pairs = list(combinations(names, 2))
+    rng.shuffle(pairs)
+    most = LONE_PAIRS[lane] // (2 if op.family in HALVED else 1)
+    calls: list[list[Case]] = []
+    for pair in (pairs * 3)[:most]:
+        two = {n: rng.choice(levels[n][1:]) for n in pair}
+        sizes = draw_sizes(op, rng, draw, draw_share(rng), lists[:rng.choice((1, 2))])
+        calls.append([consistent(op, {**sizes, **two}), {**small, **two}])
+    return calls
 
 
 @lru_cache(maxsize=64)
@@ -252,13 +281,33 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
                 cases.append(tuple({**others, **extra, **_sized({name: default, **others}, name, m)}
                                    for others, m in ((small, part), (small, part // 64 * 64),
                                                      (medium, part // 4), ({}, last))))
-        met = largest and _allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
+        met = largest and allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
         cases += _alone(op, rng, small, name, largest if met else 0)
         if type(default) is not int:
             for lengths in ((1, 2, 3) * 100, (61, 64, 67) * 45):
                 many = {**small, name: lengths}
-                cases += [(many,)] if _are_lengths(op, small, many) else []
+                cases += [(many,)] if are_lengths(op, small, many) else []
     return (*cases, *_areas(op, rng))
+
+
+@lru_cache(maxsize=64)
+def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
+    """Returns for each size of the op a call in which it is as large as in a model, the others
+    small; and more of them with arguments of the op's cases."""
+    rng, numbers = random.Random(f"single sizes {op.name} {seed}"), numbers_of(op)
+    small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
+             for n, d in numbers.items()}
+    largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16) // (
+        8 if op.family in _LOOPS or n in counts_of(op) else 1) for n in sizes_of(op)}
+    pairs = [(n, o) for n in largest if largest[n] for o in arguments_of_cases(op)]
+    rng.shuffle(pairs)
+    pairs.sort(key=lambda pair: bool(pair[1]))  # without arguments first
+    calls: list[Case] = []
+    for name, options in pairs[:SINGLE_SIZES if op.family not in HALVED else SINGLE_SIZES // 2]:
+        n = _near(rng, largest[name])
+        cases = ({**_sized(small, name, m), **options} for m in (n, n // 64 * 64))
+        calls += [c for c in cases if allowed_facts(op, c, op.dtypes[0]) is not None][:1]
+    return tuple(calls)
 
 
 def _ones(op: Op) -> dict[str, Any]:
@@ -284,7 +333,7 @@ def _alone(op: Op, rng: random.Random, small: Case, name: str,
             return {**_sized(base, name, n), **dict.fromkeys(change, n)}
 
         largest = _affordable(op, case, ALONE)
-        if largest > 2 * reached and _allowed_facts(op, case(largest), op.dtypes[0]) is not None:
+        if largest > 2 * reached and allowed_facts(op, case(largest), op.dtypes[0]) is not None:
             n = _near(rng, largest)
             yield case(n), case(n // 64 * 64)
             return
@@ -301,14 +350,14 @@ def _areas(op: Op, rng: random.Random) -> Iterator[tuple[Case, ...]]:
     squares: list[Callable[[int], dict[str, Any]]] = [
         partial(_square, ones, name) for name, d in ones.items()
         if type(d) is not int and len(d) > 1
-        and not _are_lengths(op, ones, {**ones, name: (1, *d)})]
+        and not are_lengths(op, ones, {**ones, name: (1, *d)})]
     pairs = [both(a, b) for a, b in combinations(ones, 2)]
     rng.shuffle(pairs)
     for case in (*squares, *pairs):
         n = _affordable(op, case, LARGEST, MAX_FLOPS, least=1.5)
         while n and _result_elements(op, case(n)) > MAX_ELEMENTS:
             n //= 2
-        if n > 64 and _allowed_facts(op, case(n), op.dtypes[0]) is not None:
+        if n > 64 and allowed_facts(op, case(n), op.dtypes[0]) is not None:
             yield case(n), case(n // 64 * 64)
             left -= case in pairs
             if not left:
@@ -334,16 +383,6 @@ def long_sums(op: Op, seed: int) -> list[Case]:
                 tuple(i // 4 if i > 1000 else i for i in s) if isinstance(s, tuple) else s
                 for n, s in case.items()} for case in plain)
     return list(islice((case for case in shorter if is_accepted(op, case, None, seed)), 2))
-
-
-def _are_lengths(op: Op, small: Case, many: Case) -> bool:
-    """Does a longer tuple make more sequences, and not a tensor of more dimensions?"""
-    try:
-        few, more = (case_tensors(op, case, op.dtypes[0])[op.main_tensor].dim()
-                     for case in (small, many))
-    except FAULTS:
-        return False
-    return few == more
 
 
 def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerzero.ops.mamba_chunk_scan import OP as SCAN
 from layerzero.ops.mlp import OP as MLP
 from layerzero.ops.quantized_linear import OP as QUANTIZED_LINEAR
 from layerzero.spec.kernel import Kernel
@@ -59,8 +60,15 @@ def test_nothing_else_may_be_off_in_a_long_sum(
 
 
 def test_what_is_summed_over_is_in_no_result() -> None:
-    assert terms_of(MLP, case_values(MLP, {"hidden": 96, "inner": 256}, "float32")) == 2 * 256
-    assert terms_of(MLP, case_values(MLP, {"hidden": 300, "inner": 17}, "float32")) == 300
+    wide = case_values(MLP, {"hidden": 96, "inner": 256}, "float32")
+    narrow = case_values(MLP, {"hidden": 300, "inner": 17}, "float32")
+    assert terms_of(MLP, wide, 1) == [2 * 256] and terms_of(MLP, narrow, 1) == [300]
+
+
+def test_each_result_has_its_own_sum() -> None:
+    """The state size is summed over in y, and the sequence in the states."""
+    values = case_values(SCAN, {"b": 2, "s": 40, "h": 4, "g": 2, "d": 4, "n": 253}, "float32")
+    assert terms_of(SCAN, values, 2) == [253, 40]
 
 
 def test_a_sum_that_cancels_is_as_exact_as_its_products() -> None:

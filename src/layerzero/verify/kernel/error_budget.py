@@ -67,8 +67,8 @@ def rounding_budget(compute: Compute, values: Mapping[str, Any], wide: Mapping[s
             main = wide[op.main_tensor]
             gen = torch.Generator().manual_seed(draw)
             add({op.main_tensor: main * _signs(main, gen)}, _uncancelled)
-        times = max(1.0, math.sqrt(terms_of(op, values)) / 2 / ROUNDINGS)
-        moved = [t if t is None else t * times for t in moved]
+        moved = [t if t is None else t * max(1.0, math.sqrt(terms) / 2 / ROUNDINGS)
+                 for t, terms in zip(moved, terms_of(op, values, len(moved)))]
     return moved
 
 
@@ -84,14 +84,15 @@ def _uncancelled(after: Tensor, before: Tensor) -> Tensor:
     return UNITS["float32"] * after.abs().clamp(max=largest)
 
 
-def terms_of(op: Op, values: Mapping[str, Any]) -> int:
-    """Returns the largest size that inputs have and results do not: what is summed over."""
+def terms_of(op: Op, values: Mapping[str, Any], count: int) -> list[int]:
+    """Returns for each of `count` results the largest size that inputs have and it does not: what
+    is summed over."""
     variant = values[op.variant] if op.variant else ""
-    results = {token.lstrip("*~") for tokens in op.result_patterns[variant] for token in tokens}
-    if not results:
-        return 1
-    return max((t.shape[i - len(tokens)] for name, tokens in op.patterns[variant].items()
-                if isinstance(t := values.get(name), Tensor) and t.dim() >= len(tokens)
-                for i, token in enumerate(tokens)
-                if not token.startswith(("*", "~")) and token not in results
-                and not any(k.startswith("*") for k in tokens[i:])), default=1)
+    patterns = op.result_patterns[variant][:count]
+    sizes = {token: t.shape[i - len(tokens)] for name, tokens in op.patterns[variant].items()
+             if isinstance(t := values.get(name), Tensor) and t.dim() >= len(tokens)
+             for i, token in enumerate(tokens)
+             if not token.startswith(("*", "~")) and not any(k.startswith("*") for k in tokens[i:])}
+    return [max((size for token, size in sizes.items()
+                 if token not in {t.lstrip("*~") for t in tokens}), default=1)
+            for tokens in patterns] + [1] * (count - len(patterns))

@@ -33,17 +33,17 @@ def _penalized(v: dict[str, Any], read: Any) -> dict[str, Any]:
     counts: the tokens it repeats, those that are present, how often each occurs."""
     if v["token_counts"] is None and v["history"] is None:
         return v
-    x = v["logits"].float()
+    x = v["logits"].to(torch.promote_types(v["logits"].dtype, torch.float32))
     history = (torch.zeros_like(x) if v["history"] is None
                else count_tokens(v["history"], x.shape[-1], x.dtype))
-    counts = history if v["token_counts"] is None else v["token_counts"].float()
+    counts = history if v["token_counts"] is None else v["token_counts"].to(x.dtype)
     repeated, present, often = read(history, counts)
     repetition, presence, frequency = (
         v[name] if v[f"{name}_rows"] is None else v[f"{name}_rows"][:, None] for name in PENALTIES)
     x = penalize(x, repeated > 0, often, Penalties(repetition, 0.0, frequency))
     x = penalize(x, repeated > 0, present, Penalties(1.0, presence, 0.0))
     off = {f"{name}_rows": None for name in PENALTIES} | PENALTIES
-    return {**v, **off, "logits": x.to(v["logits"].dtype), "history": None, "token_counts": None}
+    return {**v, **off, "logits": x, "history": None, "token_counts": None}
 
 
 @fault("sample")

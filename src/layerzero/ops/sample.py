@@ -205,6 +205,9 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"penalties": operands, "only": name, "rows": rows, "vocab": 33}
       for operands, rows in (("history", False), ("counts", True), ("history counts", False),
                              ("history counts", True)) for name in PENALTIES),
+    # which token is the likeliest after it
+    *({"penalties": "history counts", "only": name, "temperature": 0.0, "scale": 0.1, "batch": 16}
+      for name in PENALTIES),
     {"probs": True}, {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9},
     {"probs": True, "rows": True, "random": "seed"},
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},

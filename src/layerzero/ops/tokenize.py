@@ -137,7 +137,8 @@ def inputs(
 _ALL = tuple(range(9))
 _PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"text": 0}, {"text": 6}, {"text": (2,)}, {"text": _ALL, "return_offsets": True}, {"text": ()},
+    {}, {"text": 0}, {"text": 6}, {"text": (2,)}, {"text": ()},
+    {"text": _ALL, "return_offsets": True},
     {"text": _ALL, "template": True, "return_offsets": True},
     {"text": _ALL, "template": True, "add_special_tokens": False},
     {"text": _ALL, "parse_special": False, "return_offsets": True},

@@ -48,7 +48,11 @@ def read(values: dict[str, Any]) -> dict[str, Any]:
 
 _IDS: tuple[list[int], ...] = (
     [], [104], [258, 32, 119, 111, 114], [270, 266, 271, 32, 272], [195, 169, 240, 159],
-    [256] * 300, [9999, 104])
+    [256] * 300, [9999, 104],
+    # parts of characters, which the next sequence would complete
+    [104, 240, 159, 152], [128, 108, 226, 130], [172, 270], [271, 195], [169], [270, 271],
+    # around what is left out
+    [195, 271, 169, 226, 9999, 130, 172, 272, 240])
 
 
 def inputs(
@@ -62,10 +66,15 @@ def inputs(
             "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
 
 
-_ALL = tuple(range(len(_IDS)))
+_ALL = tuple(range(7))
+_PARTS = (7, 8, 9, 10, 11, 13, 7, 0, 8, 10, 12, 11, 4, 11, 7, 7, 8)
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False},
-    {"tensor": True}, {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
+    {"tensor": True}, {"ids": (2, 3), "tensor": True, "skip_special_tokens": False},
+    *({"ids": ids, "skip_special_tokens": skip} for ids in (_PARTS, _PARTS[::-1])
+      for skip in (True, False)),
+    {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
+    {"ids": (2,), "tensor": True})
 
 MISTAKES: tuple[Mistake, ...] = (replace_argument("convention", "special tokens kept",
                                                         "skip_special_tokens", False),)

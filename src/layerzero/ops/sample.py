@@ -53,10 +53,13 @@ from .formulas.sampling import (
     draw,
     keep_mask,
     make_filters,
+    random_arguments,
     random_numbers,
     rank_scores,
     scalar_or_column,
+    tell_apart,
     token_weights,
+    with_equal_rows,
 )
 
 INTEGERS = ("int32", "int64")
@@ -121,10 +124,12 @@ def meta(logits: Tensor, *args: Any, return_logprobs: bool = False, **kwargs: An
 
 def inputs(
     batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-    min_p: float = 0.0, penalties: str = "", rows: bool = False, random: str = "uniforms",
-    probs: bool = False, logprobs: bool = True, special: str = "", scale: float = 3.0,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    min_p: float = 0.0, penalties: str = "", only: str = "", rows: bool = False,
+    random: str = "uniforms", probs: bool = False, logprobs: bool = True, special: str = "",
+    scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
+    """`penalties` names what they read; `only` one of them, beside which no other is given, nor a
+    filter for each row."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(low: float, high: float) -> Tensor:
@@ -153,33 +158,31 @@ def inputs(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "from_probs": probs,
         "return_logprobs": logprobs}
     if penalties:
-        arguments |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-        tokens = torch.randint(-1, vocab, (batch, 33), generator=gen).to(device)
-        if "history" in penalties:
-            arguments["history"] = tokens
-        if "counts" in penalties:
-            arguments["token_counts"] = torch.randint(
-                0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen).to(device)
-    if rows:
+        given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+        arguments |= {name: n for name, n in given.items() if only in ("", name)}
+        history = torch.randint(-1, vocab, (batch, 33), generator=gen)
+        history[torch.arange(33) >= 33 - torch.arange(batch)[:, None] % 5 * 6] = -1
+        counts = torch.randint(0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen)
+        tell_apart(history, counts, arguments["logits"].float().cpu())
+        operands = {"history": history, "counts": counts}
+        arguments |= {"token_counts" if name == "counts" else name: t.to(device)
+                      for name, t in operands.items() if name in penalties}
+    if rows and only:
+        arguments |= {f"{only}_rows": rand(0.5, 2.0)} if penalties else {}
+    elif rows:
         ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
         arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
         if not probs:
             arguments["temperature_rows"] = rand(-0.3, 1.5)
         if penalties:
             arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
-    if random == "uniforms":
-        arguments["uniforms"] = rand(0.0, 1.0)
-    elif random == "edges":                    # 0, and the last number before 1
+    if random == "edges":                    # 0, and the last number before 1
         arguments["uniforms"] = torch.arange(batch, device=device) // 2 % 2 * (1 - 2.0 ** -24)
     elif random == "sixteenths":
         arguments["uniforms"] = (15 - torch.arange(batch, device=device) * 2 % 16) / 16
-    elif random == "seed_rows":                # of more than 32 bits
-        arguments["seed_rows"] = torch.arange(batch, device=device) * (1 << 33) + 17
-    elif random == "generator":
-        arguments["generator"] = torch.Generator(device).manual_seed(seed + 99)
     else:
-        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
-    return arguments
+        arguments |= random_arguments(random, (batch,), gen, device, seed)
+    return with_equal_rows(arguments)
 
 
 def _power_of_two(n: int) -> int:
@@ -190,7 +193,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"vocab": 1}, {"vocab": 2, "top_k": 1},
     {"logprobs": False, "random": "seed"}, {"temperature": 0.0},
     {"temperature": 0.7, "random": "seed"}, {"temperature": 1e-4, "random": "seed_rows"},
-    {"batch": 9, "random": "seed_rows"},
+    {"batch": 9, "random": "seed_rows"}, {"batch": 5, "random": "short_seed_rows"},
     # a temperature of zero in a row takes the first of equal tokens
     {"rows": True, "batch": 32, "vocab": 9, "special": "ties", "scale": 1.0},
     {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05},
@@ -198,6 +201,13 @@ CASES: tuple[dict[str, Any], ...] = (
     {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
     {"rows": True, "batch": 9, "vocab": 5000}, {"penalties": "history", "top_k": 10},
     {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
+    # each penalty by itself, beside all that it may read
+    *({"penalties": operands, "only": name, "rows": rows, "vocab": 33}
+      for operands, rows in (("history", False), ("counts", True), ("history counts", False),
+                             ("history counts", True)) for name in PENALTIES),
+    # which token is the likeliest after it
+    *({"penalties": "history counts", "only": name, "temperature": 0.0, "scale": 0.1, "batch": 16}
+      for name in PENALTIES),
     {"probs": True}, {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9},
     {"probs": True, "rows": True, "random": "seed"},
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},

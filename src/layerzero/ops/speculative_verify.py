@@ -37,8 +37,10 @@ from .formulas.sampling import (
     draw,
     equal_probs,
     one_hot,
+    random_arguments,
     random_numbers,
     residual_weights,
+    with_equal_rows,
 )
 
 INTEGERS = ("int32", "int64")
@@ -115,15 +117,9 @@ def inputs(
         quarters = torch.randint(1, 4, (batch, drafted + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
         arguments["uniforms"] = quarters.to(device)
-    elif random == "uniforms":
-        arguments["uniforms"] = torch.rand((batch, drafted + 1), generator=gen).to(device)
-    elif random == "zeros":
-        arguments["uniforms"] = torch.zeros((batch, drafted + 1), device=device)
-    elif random == "seed_rows":
-        arguments["seed_rows"] = torch.arange(batch, device=device) * (1 << 33) + 17
     else:
-        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
-    return arguments
+        arguments |= random_arguments(random, (batch, drafted + 1), gen, device, seed)
+    return with_equal_rows(arguments)
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -135,11 +131,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "certain": True, "batch": 16},
     {"special": "strided"}, {"random": "seed"}, {"random": "seed_rows", "batch": 9},
+    {"random": "short_seed_rows"},
     {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
-    {"vocab": 150_001, "batch": 3, "drafted": 1},)
+    {"vocab": 150_001, "batch": 3, "drafted": 1}, {"random": "generator"})
 
 OP = Op(
     name="speculative_verify", family="sampling", reference=reference, meta=meta, inputs=inputs,

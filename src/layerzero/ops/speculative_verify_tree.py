@@ -43,8 +43,10 @@ from .formulas.sampling import (
     equal_probs,
     normalize,
     one_hot,
+    random_arguments,
     random_numbers,
     residual_weights,
+    with_equal_rows,
 )
 
 INTEGERS = ("int32", "int64")
@@ -143,11 +145,9 @@ def inputs(
         quarters = torch.randint(1, 4, (batch, count + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
         arguments["uniforms"] = quarters.to(device)
-    elif random == "uniforms":
-        arguments["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
     else:
-        arguments |= {"seed": (1 << 40) + 1234 + seed, "offset": (1 << 16) + 5}
-    return arguments
+        arguments |= random_arguments(random, (batch, count + 1), gen, device, seed)
+    return with_equal_rows(arguments)
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -158,11 +158,13 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "tree": "fan", "certain": True, "batch": 16},
-    {"random": "seed"}, {"vocab": 5003, "batch": 2},
+    {"random": "seed"}, {"vocab": 5003, "batch": 2}, {"random": "seed_rows", "batch": 9},
+    {"random": "short_seed_rows"},
     {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
 )
 
-STRESS: tuple[dict[str, Any], ...] = ({"vocab": 70_001, "batch": 2},)      # ids beyond 2^16
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
+    {"vocab": 70_001, "batch": 2}, {"random": "generator"})
 
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,

@@ -103,7 +103,9 @@ _PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u
            "  ", "\u00a0", "Ω", "\t", "and")
 _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>hello</s> <name>",
           "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80,
-          "the hell " * 79 + "and more ")
+          "the hell " * 79 + "and more ",
+          # parts of words, special tokens and characters, which the next text would complete
+          "hell", "o w", "or the</", "s><s", ">", "1", "2'", "s ", " e", "\u0301👩\u200d", "👧<s>")
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -132,9 +134,11 @@ def inputs(
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
-_ALL = tuple(range(len(_TEXTS)))
+_ALL = tuple(range(9))
+_PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"text": 0}, {"text": 6}, {"text": _ALL, "return_offsets": True}, {"text": ()},
+    {}, {"text": 0}, {"text": 6}, {"text": (2,)}, {"text": ()},
+    {"text": _ALL, "return_offsets": True},
     {"text": _ALL, "template": True, "return_offsets": True},
     {"text": _ALL, "template": True, "add_special_tokens": False},
     {"text": _ALL, "parse_special": False, "return_offsets": True},
@@ -148,7 +152,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"text": (1, 2), "padding": "max_length", "max_length": 64,
                                                         "pad_id": 0, "padding_side": "left",
      "return_offsets": True},
+    *({"text": text, "return_offsets": True, **options} for text in (_PARTS, _PARTS[::-1])
+      for options in ({}, {"template": True, "parse_special": False})),
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
+    {"text": (8, 7, 0, 8, 7), "cache_prefix": True},
     {"text": 7, "cache_prefix": True}, {"text": 8, "cache_prefix": True},
     *({"ending": ending, "beginning": beginning, "cache_prefix": True} for ending in _ENDINGS
       for beginning in ("long", "short")),

@@ -14,7 +14,8 @@ whose cumulative weight, summed in float64, exceeds u times the total.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -233,6 +234,50 @@ def filter_weights(scores: Tensor, filters: Filters, from_probs: bool) -> Tensor
     ranked = weights.gather(1, order)
     return torch.zeros_like(weights).scatter(1, order,
                                              torch.where(keep_mask(ranked, filters), ranked, 0.0))
+
+
+# Input generators.
+
+STEP = (1 << 16) + 5                           # an offset of more than 16 bits
+
+
+def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, device: str,
+                     seed: int) -> dict[str, Any]:
+    """Returns what the random numbers (batch, ...) of a call come from. Seeds of rows have 64 bits
+    or 32, and do not tell the place of a row."""
+    if random in ("seed_rows", "short_seed_rows"):
+        seeds = mix(torch.arange(shape[0]) + seed)
+        seeds = (seeds >> 32).to(torch.int32) if random == "short_seed_rows" else seeds
+        return {"seed_rows": seeds.to(device), "offset": STEP}
+    if random == "generator":
+        return {"generator": torch.Generator(device).manual_seed(seed + 99)}
+    if random == "seed":
+        return {"seed": (1 << 40) + 1234 + seed, "offset": STEP}
+    numbers = torch.zeros(shape) if random == "zeros" else torch.rand(shape, generator=gen)
+    return {"uniforms": numbers.to(device)}
+
+
+def with_equal_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call with seeds of rows with its last row equal to its first: they give the same,
+    though their places differ. Other calls stay as they are."""
+    if arguments.get("seed_rows") is None:
+        return dict(arguments)
+    return {name: torch.cat((v[:-1], v[:1])) if isinstance(v, Tensor) and len(v) > 1 else v
+            for name, v in arguments.items()}
+
+
+def tell_apart(history: Tensor, counts: Tensor, logits: Tensor) -> None:
+    """Changes a history and counts so that of the likeliest tokens of a row the first is in the
+    history alone, the next in the counts alone, the next in both, the next in neither, and again:
+    whatever reads one for the other changes the result."""
+    likeliest = logits.topk(min(8, logits.shape[-1])).indices
+    history[(history[:, :, None] == likeliest[:, None, 1::2]).any(-1)] = -1
+    history[:, :likeliest[:, ::2].shape[1]] = likeliest[:, ::2]
+    for first in (0, 3):
+        counts.scatter_(1, likeliest[:, first::4], 0)
+    for first in (1, 2):
+        columns = likeliest[:, first::4]
+        counts.scatter_(1, columns, counts.gather(1, columns).clamp(min=1))
 
 
 # Speculative decoding.

@@ -45,6 +45,7 @@ from .drawn_sizes import (
     sizes_of,
     small_draw,
 )
+from .index_sizes import index_and_rank_calls
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
@@ -203,7 +204,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     """Yields for two sizes of the op at a time cases in which both have other remainders of 128;
     of an expensive op half of all in the quick lane, so that two seeds meet every one; all up to
     256 in the longer ones. After each come cases with one of the two alone, for sizes that do not
-    go together. Then the calls in which all sizes are drawn."""
+    go together. Then the calls in which all sizes are drawn, past 16 bits, of every rank."""
     numbers = numbers_of(op)
     small: dict[str, Any] = {
         n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
@@ -219,6 +220,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
             for change in changes]
     yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
+    yield from index_and_rank_calls(op, lane, seed)
 
 
 def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:

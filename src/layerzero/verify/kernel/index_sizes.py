@@ -1,0 +1,154 @@
+"""Sizes that do not fit a narrow integer, and tensors of every rank.
+
+- `index_calls`: every size just past 2^15 and past 2^16, the others as small as allowed: what is
+  counted or indexed in 16 bits shows there. Lengths come with the arguments of the op's cases: only
+  a causal mask, a window or a bias may read a position.
+- `rank_calls`: shapes of rows with one to four dimensions, each larger than one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...machine.faults import FAULTS
+from ...spec.op import Op
+from .cases import MAX_FLOPS, Case, relative_cost
+from .contract import case_tensors, case_values_to_read, formula
+from .drawn_sizes import (
+    arguments_of_cases,
+    bounds,
+    consistent,
+    counts_of,
+    lists_of_lengths,
+    open_shapes,
+    sizes_of,
+)
+
+WIDTHS = (1 << 15, 1 << 16)
+PAST = 1_200                                   # at most so far past them
+RANKS = (1, 2, 3, 4)
+MOST = {"quick": 24, "full": 400, "stress": 400}       # calls with arguments
+
+
+@lru_cache(maxsize=64)
+def features(op: Op) -> frozenset[str]:
+    """Returns the sizes of the last dimension of the main tensor: a kernel may demand eight."""
+    def last(case: Case) -> int:
+        return case_tensors(op, case, op.dtypes[0])[op.main_tensor].shape[-1]
+
+    def changes(name: str) -> bool:
+        try:
+            return last(_past(op, name, 16, 8)) != last(_past(op, name, 32, 8))
+        except FAULTS:                         # it is no call
+            return False
+
+    return frozenset(n for n, d in sizes_of(op).items() if type(d) is int and changes(n))
+
+
+def _past(op: Op, name: str, n: int, few: int, wide: int = 8,
+          lists: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the sizes of a call in which one is `n`, of a list of lengths the first; of the
+    others there are few, and `wide` numbers in a row."""
+    is_wide = features(op) if few != wide else frozenset()
+    sizes: dict[str, Any] = {
+        m: 1 if m in counts_of(op) else min(d, wide if m in is_wide else few) if type(d) is int
+        else (*(1,) * (len(d) - 1), min(d[-1], few)) for m, d in sizes_of(op).items()}
+    sizes |= {m: (1,) for m in open_shapes(op)}
+    # of two sequences: what the second one begins at is past it too
+    of_lists = lists_of_lengths(op)
+    sizes |= {m: (few, 1) for m in of_lists if m in sizes or m in (*lists, name)}
+    shape = sizes[name]
+    sizes[name] = n if type(shape) is int else (n, 5) if name in of_lists else (*shape[:-1], n)
+    sizes |= {bound: n for size, bound in bounds(op) if size == name}
+    return consistent(op, sizes)
+
+
+class _Count(TorchFunctionMode):
+    """Counts the functions of torch that are called."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs or {})
+
+
+@lru_cache(maxsize=512)
+def is_looped(op: Op, name: str) -> bool:
+    """Does the formula go through this size step by step? It would take seconds."""
+    counts = []
+    for n in (16, 48):
+        try:
+            values = case_values_to_read(op, _past(op, name, n, 3, 8, lists_of_lengths(op)),
+                                         op.dtypes[0])
+            with torch.no_grad(), _Count() as counted:
+                formula(op, values)
+        except FAULTS:                         # it is no call
+            return False
+        counts.append(counted.calls)
+    return counts[1] >= counts[0] + 32
+
+
+@lru_cache(maxsize=512)
+def _few(op: Op, name: str, width: int) -> tuple[int, int] | None:
+    """Returns how many there may be of other sizes beside a large one, by what a smaller call
+    costs; None where even the least is too much."""
+    if is_looped(op, name):
+        return None
+    for few, wide in ((3, 8), (1, 8), (2, 2), (1, 1)):
+        for n in (256, 250):                   # not every size is allowed
+            cost = relative_cost(op, _past(op, name, n, few, wide, lists_of_lengths(op)))
+            if cost is not None and cost * (width + PAST) / n < MAX_FLOPS:
+                return few, wide
+    return None
+
+
+@lru_cache(maxsize=64)
+def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls with one size past 2^15 or 2^16, each with one that is a multiple of 256 for
+    kernels that demand it."""
+    rng = random.Random(f"index sizes {op.name} {seed}")
+    lists, names = lists_of_lengths(op), list(dict.fromkeys((*sizes_of(op), *lists_of_lengths(op))))
+    lengths = [n for n in names if n not in counts_of(op)]
+    # how wide a row is has little to do with arguments where there are other lengths
+    lengths = [n for n in lengths if n not in features(op)] or lengths
+    pairs = [(n, o) for o in arguments_of_cases(op) if o for n in lengths]
+    rng.shuffle(pairs)
+    # a BlockMask takes longer to make than its call
+    most = MOST[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)
+    plain: list[tuple[str, int, Case]] = [(n, width, {}) for n in names for width in WIDTHS]
+    # of each two calls with an argument one is past 2^15, the other past 2^16
+    given = [(n, WIDTHS[(i + seed) % 2], o) for i, (n, o) in enumerate(pairs)]
+    calls: list[tuple[Case, ...]] = []
+    for i, (name, width, extra) in enumerate((*plain, *given[:most])):
+        few, n = _few(op, name, width), width + rng.randrange(257, PAST)
+        if few is not None:
+            cases = [{**_past(op, name, m, *few, lists if i % 2 else ()), **extra}
+                     for m in (n, n // 256 * 256)]
+            calls.append(tuple(cases))
+    return tuple(calls)
+
+
+@lru_cache(maxsize=64)
+def rank_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls with rows of every rank, no dimension of them one, plain and with arguments."""
+    rng, options = random.Random(f"ranks {op.name} {seed}"), arguments_of_cases(op)
+    return tuple(
+        ({**_past(op, name, size, 3), **extra, name: tuple(rng.choice((2, 3)) for _ in range(rank))},)
+        for name in sorted(open_shapes(op)) for rank in RANKS for size in (rng.choice((2, 3)),)
+        for extra in ({}, *rng.sample(options, min(len(options), 3 if lane == "quick" else 12))))
+
+
+def index_and_rank_calls(op: Op, lane: str,
+                         seed: int) -> Iterator[tuple[str, list[list[Case]]]]:
+    """Yields the calls of this module by name."""
+    for name, calls in (("indices past 16 bits", index_calls(op, lane, seed)),
+                        ("every rank", rank_calls(op, lane, seed))):
+        if calls:
+            yield name, [list(cases) for cases in calls]

@@ -32,8 +32,9 @@ from .drawn_sizes import (
 
 WIDTHS = (1 << 15, 1 << 16)
 PAST = 1_200                                   # at most so far past them
+MOST_OF_ONE = WIDTHS[-1] + PAST
 RANKS = (1, 2, 3, 4)
-MOST = {"quick": 24, "full": 400, "stress": 400}       # calls with arguments
+MOST = {"quick": 12, "full": 400, "stress": 400}       # calls with arguments
 
 
 @lru_cache(maxsize=64)
@@ -95,43 +96,68 @@ def is_looped(op: Op, name: str) -> bool:
     return counts[1] >= counts[0] + 32
 
 
-@lru_cache(maxsize=512)
-def _few(op: Op, name: str, width: int) -> tuple[int, int] | None:
-    """Returns how many there may be of other sizes beside a large one, by what a smaller call
-    costs; None where even the least is too much."""
+@lru_cache(maxsize=1024)
+def _few(op: Op, name: str, lists: tuple[str, ...]) -> tuple[int, int] | None:
+    """Returns how many there may be of other sizes beside a large one, by what smaller calls cost;
+    None where even the least is too much, or the cost grows with its square."""
     if is_looped(op, name):
         return None
     for few, wide in ((3, 8), (1, 8), (2, 2), (1, 1)):
         for n in (256, 250):                   # not every size is allowed
-            cost = relative_cost(op, _past(op, name, n, few, wide, lists_of_lengths(op)))
-            if cost is not None and cost * (width + PAST) / n < MAX_FLOPS:
+            low, high = (relative_cost(op, _past(op, name, m, few, wide, lists))
+                         for m in (n, 2 * n))
+            if low and high and high < 2.5 * low and high * MOST_OF_ONE / (2 * n) < MAX_FLOPS:
                 return few, wide
     return None
+
+
+def _with_arguments(op: Op, rng: random.Random, lengths: list[str],
+                    most: int) -> list[tuple[str, Case]]:
+    """Returns lengths with what a case of the op gives, so that each argument is given beside
+    each length before one is given twice."""
+    pairs = [(n, o) for o in arguments_of_cases(op) if o for n in lengths]
+    rng.shuffle(pairs)
+    chosen: list[tuple[str, Case]] = []
+    seen: set[tuple[str, str]] = set()
+    while pairs and len(chosen) < most:
+        best = max(pairs, key=lambda pair: len({(pair[0], o) for o in pair[1]} - seen))
+        seen |= {(best[0], o) for o in best[1]}
+        pairs.remove(best)
+        chosen.append(best)
+    return chosen
 
 
 @lru_cache(maxsize=64)
 def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with one size past 2^15 or 2^16, each with one that is a multiple of 256 for
-    kernels that demand it."""
+    kernels that demand it. Batches and heads, which `model_sizes` has past both, come last and in
+    the longer lanes: what computes one at a time takes seconds for them."""
     rng = random.Random(f"index sizes {op.name} {seed}")
-    lists, names = lists_of_lengths(op), list(dict.fromkeys((*sizes_of(op), *lists_of_lengths(op))))
-    lengths = [n for n in names if n not in counts_of(op)]
+    lists, counts = lists_of_lengths(op), counts_of(op)
+    names = list(dict.fromkeys((*sizes_of(op), *lists)))
+    lengths = [n for n in names if n not in counts]
     # how wide a row is has little to do with arguments where there are other lengths
-    lengths = [n for n in lengths if n not in features(op)] or lengths
-    pairs = [(n, o) for o in arguments_of_cases(op) if o for n in lengths]
-    rng.shuffle(pairs)
+    positions = [n for n in lengths if n not in features(op)] or lengths
     # a BlockMask takes longer to make than its call
     most = MOST[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)
-    plain: list[tuple[str, int, Case]] = [(n, width, {}) for n in names for width in WIDTHS]
     # of each two calls with an argument one is past 2^15, the other past 2^16
-    given = [(n, WIDTHS[(i + seed) % 2], o) for i, (n, o) in enumerate(pairs)]
+    chosen: list[tuple[str, int, Case]] = [
+        (n, WIDTHS[(i + seed) % 2], o)
+        for i, (n, o) in enumerate(_with_arguments(op, rng, positions, most))]
+    chosen += [(n, width, {}) for n in (*lengths, *(counts if lane != "quick" else ()))
+               for width in WIDTHS]
     calls: list[tuple[Case, ...]] = []
-    for i, (name, width, extra) in enumerate((*plain, *given[:most])):
-        few, n = _few(op, name, width), width + rng.randrange(257, PAST)
-        if few is not None:
-            cases = [{**_past(op, name, m, *few, lists if i % 2 else ()), **extra}
-                     for m in (n, n // 256 * 256)]
-            calls.append(tuple(cases))
+    for i, (name, width, extra) in enumerate(chosen):
+        n = width + rng.randrange(257, PAST)
+        for given in (lists, ()) if i // 2 % 2 else ((), lists):
+            few = _few(op, name, given)
+            if few is None:
+                continue
+            cost = relative_cost(op, {**_past(op, name, 256, *few, given), **extra}) or 0.0
+            if not extra or cost * n / 256 < 2 * MAX_FLOPS:
+                calls.append(tuple({**_past(op, name, m, *few, given), **extra}
+                                   for m in (n, n // 256 * 256)))
+            break
     return tuple(calls)
 
 
@@ -140,9 +166,9 @@ def rank_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with rows of every rank, no dimension of them one, plain and with arguments."""
     rng, options = random.Random(f"ranks {op.name} {seed}"), arguments_of_cases(op)
     return tuple(
-        ({**_past(op, name, size, 3), **extra, name: tuple(rng.choice((2, 3)) for _ in range(rank))},)
-        for name in sorted(open_shapes(op)) for rank in RANKS for size in (rng.choice((2, 3)),)
-        for extra in ({}, *rng.sample(options, min(len(options), 3 if lane == "quick" else 12))))
+        ({**_past(op, name, 2, 3), **extra, name: tuple(rng.choice((2, 3)) for _ in range(rank))},)
+        for name in sorted(open_shapes(op)) for rank in RANKS
+        for extra in ({}, *rng.sample(options, min(len(options), 1 if lane == "quick" else 12))))
 
 
 def index_and_rank_calls(op: Op, lane: str,

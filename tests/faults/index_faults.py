@@ -32,8 +32,8 @@ def attention_key_positions_in_signed_16_bits(right, **v):
 
 
 @fault("varlen_attention", "sizes", "scale", "convention")
-def softcap_is_left_out_past_16_bits(right, **v):
-    return right(**{**v, "softcap": 0.0 if v["max_seqlen_k"] > 1 << 16 else v["softcap"]})
+def softcap_is_left_out_past_15_bits(right, **v):
+    return right(**{**v, "softcap": 0.0 if v["max_seqlen_k"] > 1 << 15 else v["softcap"]})
 
 
 @fault("paged_attention", "sizes", "window", "convention")
@@ -48,12 +48,14 @@ def key_positions_in_unsigned_16_bits(right, **v):
     return torch.cat((out[..., :1 << 16], out[..., :max(v["seq_k"] - (1 << 16), 0)]), -1)
 
 
-@fault("rms_norm", "sizes", "layout", "unknown")
-def rows_of_five_dimensions_are_transposed(right, **v):
+@fault("rms_norm", "sizes", "layout", "shape", "unknown")
+def squares_of_rank_five_over_two_dimensions(right, **v):
+    x = v["x"]
+    if x.dim() != 5:
+        return right(**v)
     out = right(**v)
-    if v["x"].dim() != 5 or v["x"].shape[1] != v["x"].shape[2]:
-        return out
-    return out.transpose(1, 2).contiguous()
+    squares = x.square().mean(-1, keepdim=True) + v["eps"]
+    return out * (squares / squares.mean(-2, keepdim=True)).sqrt()
 
 
 @fault("speculative_verify_tree", "convention", "unknown", "sizes")
@@ -61,7 +63,7 @@ def tree_of_the_first_row_for_the_batch(right, **v):
     return right(**{**v, "parents": v["parents"][:1].expand_as(v["parents"])})
 
 
-@fault("speculative_verify_tree", "convention", "unknown", "random numbers")
+@fault("speculative_verify_tree", "convention", "unknown", "distribution")
 def seed_of_the_first_row_for_the_batch(right, **v):
     rows = v["seed_rows"]
     return right(**{**v, "seed_rows": rows if rows is None else rows[:1].expand_as(rows)})

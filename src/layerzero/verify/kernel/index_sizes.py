@@ -35,6 +35,7 @@ PAST = 1_200                                   # at most so far past them
 MOST_OF_ONE = WIDTHS[-1] + PAST
 RANKS = (1, 2, 3, 4)
 MOST = {"quick": 12, "full": 400, "stress": 400}       # calls with arguments
+LOOPS = ("linear_attention", "moe", "sampling")        # families of formulas that go token by token
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +140,8 @@ def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
     # how wide a row is has little to do with arguments where there are other lengths
     positions = [n for n in lengths if n not in features(op)] or lengths
     # a BlockMask takes longer to make than its call
-    most = MOST[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)
+    has_objects = any(p.kind == "object" for p in op.params)
+    most = MOST[lane] // (4 if has_objects else 2 if op.family in LOOPS else 1)
     # of each two calls with an argument one is past 2^15, the other past 2^16
     chosen: list[tuple[str, int, Case]] = [
         (n, WIDTHS[(i + seed) % 2], o)

@@ -61,7 +61,7 @@ def _past(op: Op, name: str, n: int, few: int, wide: int = 8,
     sizes: dict[str, Any] = {
         m: 1 if m in counts_of(op) else min(d, wide if m in is_wide else few) if type(d) is int
         else (*(1,) * (len(d) - 1), min(d[-1], few)) for m, d in sizes_of(op).items()}
-    sizes |= {m: (1,) for m in open_shapes(op)}
+    sizes |= dict.fromkeys(open_shapes(op), (1,))
     # of two sequences: what the second one begins at is past it too
     of_lists = lists_of_lengths(op)
     sizes |= {m: (few, 1) for m in of_lists if m in sizes or m in (*lists, name)}

@@ -130,9 +130,9 @@ def _with_arguments(op: Op, rng: random.Random, lengths: list[str],
 
 @lru_cache(maxsize=64)
 def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
-    """Returns calls with one size past 2^15 or 2^16, each with one that is a multiple of 256 for
-    kernels that demand it. Batches and heads, which `model_sizes` has past both, come last and in
-    the longer lanes: what computes one at a time takes seconds for them."""
+    """Returns calls with one size past 2^15 or 2^16, each with others for kernels that demand
+    a multiple of 256, or one query. Batches and heads, which `model_sizes` has past both, come
+    last and in the longer lanes: what computes one at a time takes seconds for them."""
     rng = random.Random(f"index sizes {op.name} {seed}")
     lists, counts = lists_of_lengths(op), counts_of(op)
     names = list(dict.fromkeys((*sizes_of(op), *lists)))
@@ -157,8 +157,8 @@ def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
                 continue
             cost = relative_cost(op, {**_past(op, name, 256, *few, given), **extra}) or 0.0
             if not extra or cost * n / 256 < 2 * MAX_FLOPS:
-                calls.append(tuple({**_past(op, name, m, *few, given), **extra}
-                                   for m in (n, n // 256 * 256)))
+                calls.append(tuple({**_past(op, name, m, least, few[1], given), **extra}
+                                   for m, least in ((n, few[0]), (n // 256 * 256, few[0]), (n, 1))))
             break
     return tuple(calls)
 

@@ -161,5 +161,8 @@ KERNELS = (
     # Its main tensor holds codes, so there is no rule on its dtype.
     _kernel(dequantize, 6.0, HAS_ROWS,
             r.one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED),
+            # Inductor's code reads beyond the scales where the last block of a row is short.
+            r.one_of("block_size", 0, 8, 16, 32, 64, 128, 256),
+            r.any_of(r.equals("block_size", 0), r.multiple_of("packed", 256)),
             dtypes=()),
 )

@@ -179,6 +179,12 @@ STRESS: tuple[dict[str, Any], ...] = (
     # more than 256 items, keys beyond 2^16
     {"items": tuple((i, 1, i % 7, 5) for i in range(300)), "hq": 2, "hkv": 1, "d": 8},
     {"items": ((0, 2, 65_600, 30), (2, 1, 0, 9)), "hq": 1, "hkv": 1, "d": 8},
+    # positions within an item beyond 2^15 and 2^16, with what reads them
+    *({"items": ((0, 3, 2, keys), (3, 2, keys - 40, 33)), "hq": 1, "hkv": 1, "d": 8, **arguments}
+      for keys, arguments in ((33_091, {}), (33_013, {"window": (70, 0)}),
+                              (66_107, {"window": (-1, 40), "causal": False}),
+                              (66_031, {"softcap": 5.0, "lse": True}))),
+    {"items": ((0, 33_031, 0, 3), (33_020, 9, 1, 20)), "hq": 1, "hkv": 1, "d": 8},
     {"items": ((0, 128, 0, 128), (128, 128, 0, 256)), "chunk": 64, "hkv": 4, "window": (50, 0)})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (

@@ -110,21 +110,27 @@ TREES: dict[str, tuple[int, ...]] = {
 def inputs(
     batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7,
     certain: bool = False, without_replacement: bool = False, random: str = "uniforms",
-    special: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    special: str = "", own: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0,
 ) -> dict[str, Any]:
+    """`own`: each row after the first has a tree of its own, with as many nodes."""
     gen = torch.Generator("cpu").manual_seed(seed)
-    parents = TREES[tree]
-    count = len(parents)
+    count = len(TREES[tree])
+    parents = torch.tensor(TREES[tree], dtype=torch.int64).expand(batch, -1)
+    if own:
+        drawn = torch.rand((batch, count), generator=gen) * (torch.arange(count) + 1)
+        parents = torch.cat((parents[:1], drawn.long()[1:] - 1))
     draft = torch.randn((batch, count + 1, vocab), generator=gen)
     target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
     draft = draft.softmax(-1)
     tokens = torch.zeros((batch, count), dtype=torch.int64)
-    for i, parent in enumerate(parents):
-        q = draft[:, parent + 1 if parent < i else 0].clone()
+    for i in range(count):
+        parent = parents[:, i:i + 1]
+        q = draft[torch.arange(batch), torch.where(parent < i, parent + 1, 0)[:, 0]]
         if without_replacement:
             for j in range(i):
-                if parents[j] == parent:
-                    q.scatter_(1, tokens[:, j:j + 1], 0.0)
+                drafted = q.scatter(1, tokens[:, j:j + 1], 0.0)
+                q = torch.where(parents[:, j:j + 1] == parent, drafted, q)
         tokens[:, i] = torch.multinomial(q, 1, generator=gen)[:, 0]
     if special == "padded":
         tokens[::2, -2:] = -1
@@ -135,9 +141,8 @@ def inputs(
         tokens = tokens % 2
     elif special == "greedy":
         target = torch.nn.functional.one_hot(target.argmax(-1), vocab).float()
-    parent_row = torch.tensor(parents, dtype=torch.int64, device=device)
     arguments: dict[str, Any] = {
-        "draft_tokens": tokens.to(device), "parents": parent_row.expand(batch, -1),
+        "draft_tokens": tokens.to(device), "parents": parents.to(device),
         "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
         "target_probs": target.to(device=device, dtype=dtype),
         "without_replacement": without_replacement}
@@ -161,6 +166,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"random": "seed"}, {"vocab": 5003, "batch": 2}, {"random": "seed_rows", "batch": 9},
     {"random": "short_seed_rows"},
     {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
+    {"own": True, "batch": 9},
+    {"own": True, "tree": "mixed", "alike": 0.95, "without_replacement": True},
+    {"own": True, "tree": "chain", "certain": True, "random": "seed_rows", "vocab": 5},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16

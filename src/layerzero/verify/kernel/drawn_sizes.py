@@ -124,10 +124,12 @@ def counts_of(op: Op) -> frozenset[str]:
 @lru_cache(maxsize=64)
 def open_shapes(op: Op) -> frozenset[str]:
     """Returns the tuples that may have any number of dimensions, as rows."""
-    ones = _ones(op)
+    ones, lists = _ones(op), lists_of_lengths(op)
+    # a norm of one number is no call
+    bases = ones, {n: 2 if type(d) is int else d for n, d in ones.items()}
     return frozenset(n for n, d in ones.items() if type(d) is tuple and len(d) == 1
-                     and n not in lists_of_lengths(op)
-                     and allowed_facts(op, {**ones, n: (2, 2, 2)}, op.dtypes[0]) is not None)
+                     and n not in lists and any(allowed_facts(
+                         op, {**base, n: (2, 2, 2)}, op.dtypes[0]) is not None for base in bases))
 
 
 def _are_numbers(value: Any) -> bool:

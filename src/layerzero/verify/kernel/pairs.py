@@ -45,14 +45,14 @@ from .drawn_sizes import (
     sizes_of,
     small_draw,
 )
+from .index_sizes import LOOPS, index_and_rank_calls
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
 LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
-_LOOPS = ("linear_attention", "moe", "sampling")
-HALVED = ("attention", *_LOOPS)                # of their remainders a quick seed meets half
+HALVED = ("attention", *LOOPS)                # of their remainders a quick seed meets half
 SINGLE_SIZES = 32
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
 FLOATS = ("float32", "bfloat16")
@@ -203,7 +203,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     """Yields for two sizes of the op at a time cases in which both have other remainders of 128;
     of an expensive op half of all in the quick lane, so that two seeds meet every one; all up to
     256 in the longer ones. After each come cases with one of the two alone, for sizes that do not
-    go together. Then the calls in which all sizes are drawn."""
+    go together. Then the calls in which all sizes are drawn, past 16 bits, of every rank."""
     numbers = numbers_of(op)
     small: dict[str, Any] = {
         n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
@@ -219,6 +219,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
             for change in changes]
     yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
+    yield from index_and_rank_calls(op, lane, seed)
 
 
 def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:
@@ -274,7 +275,7 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
                      for case in rng.sample(plain, min(len(plain), 3))]
             for extra in ({}, *(options for options in drawn if options)):
                 # a formula that goes token by token is slow, and so is each of these
-                part = n // 16 if extra and op.family in _LOOPS else n
+                part = n // 16 if extra and op.family in LOOPS else n
                 # with all other sizes as they are it is hundreds of times a plain call
                 most = 100 * (default if type(default) is int else default[-1])
                 last = min(part // 4, most) if lane == "quick" else part // 4
@@ -298,7 +299,7 @@ def single_sizes(op: Op, seed: int) -> tuple[Case, ...]:
     small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
              for n, d in numbers.items()}
     largest = {n: _affordable(op, partial(_sized, small, n), limit=MAX_FLOPS / 16) // (
-        8 if op.family in _LOOPS or n in counts_of(op) else 1) for n in sizes_of(op)}
+        8 if op.family in LOOPS or n in counts_of(op) else 1) for n in sizes_of(op)}
     pairs = [(n, o) for n in largest if largest[n] for o in arguments_of_cases(op)]
     rng.shuffle(pairs)
     pairs.sort(key=lambda pair: bool(pair[1]))  # without arguments first
@@ -392,7 +393,7 @@ def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,
     low, high = relative_cost(op, case(64)), relative_cost(op, case(128))
     if low is None or high is None or not low or not high:
         return 0
-    most = LOOPED if op.family in _LOOPS else most
+    most = LOOPED if op.family in LOOPS else most
     power = max(math.log2(high / low), 0.0)
     affordable = most if power < 0.1 else 128 * (limit / high) ** (1 / power)
     return int(min(affordable, most)) if affordable > 256 and power >= least else 0

@@ -42,6 +42,7 @@ from .value_reruns import (
     explain_by_finiteness,
     explain_by_pages,
     explain_by_values,
+    is_formula_finite,
 )
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -281,9 +282,10 @@ def _by_pages(e: Evidence) -> Explanation | None:
 
 def _by_finiteness(e: Evidence) -> Explanation | None:
     explanation = explain_by_finiteness(e.kernel, e.forward, e.device)
-    # where the same arguments pass in other sizes it is these that matter
-    return None if explanation and explanation[0] == "non-finite values" and e.of_sizes \
-        else explanation
+    if (explanation and explanation[0] == "non-finite values" and e.ask(is_formula_finite)
+            and e.of_sizes):                   # the same arguments pass in other sizes
+        return None
+    return explanation
 
 
 def _by_factor(e: Evidence) -> Explanation | None:

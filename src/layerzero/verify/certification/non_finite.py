@@ -86,9 +86,9 @@ def _row_inputs(op: Op, values: Mapping[str, Any], seed: int) -> Iterator[Altere
     rows = torch.arange(main.numel() // main.shape[-1], device=main.device)
     places = torch.tensor((0, main.shape[-1] // 2, main.shape[-1] - 1), device=main.device)
     numbers = torch.tensor(NUMBERS, device=main.device, dtype=main.dtype)
-    for turn in range(len(NUMBERS)):
+    for turn in range(len(NUMBERS) if rows.numel() < len(NUMBERS) else 2):
         t = main.clone(memory_format=torch.contiguous_format)
-        t.view(-1, t.shape[-1])[rows, places[(rows + rows // 3 + turn + seed) % 3]] = (
+        t.view(-1, t.shape[-1])[rows, places[(rows + rows // 3 + 2 * turn + seed) % 3]] = (
             numbers[(rows + turn) % 3])
         yield f"{NUMBERS[turn]} in the first row of {op.main_tensor}, others in others", {
             **values, op.main_tensor: t}

@@ -16,7 +16,7 @@ from layerzero.verify.certification.argument_circumstances import (
     LoudElement,
     OneBuffer,
 )
-from layerzero.verify.certification.calls import check_non_finite, check_sizes
+from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances import (
     ChangedParameters,
     OtherDefaultDtype,
@@ -25,6 +25,7 @@ from layerzero.verify.certification.circumstances import (
     check_dropout,
 )
 from layerzero.verify.certification.diagnosis import CLASSES
+from layerzero.verify.certification.non_finite import check_non_finite
 from layerzero.verify.kernel.contract import Circumstance, check_case
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.verify.kernel.pairs import case_by_case_sizes

@@ -21,10 +21,10 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
-from layerzero.verify.certification.calls import check_non_finite
 from layerzero.verify.certification.certify import certify, certify_all, failure_of, publish
 from layerzero.verify.certification.circumstances import UnusualValues
 from layerzero.verify.certification.diagnosis import CLASSES, diagnose
+from layerzero.verify.certification.non_finite import check_non_finite
 from layerzero.verify.kernel.contract import check_case
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.verify.kernel.pairs import pair_cases, residues

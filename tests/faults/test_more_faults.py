@@ -35,7 +35,7 @@ def an_expert_that_nobody_chose_is_a_neighbour(right, **v):
     return right(**v)
 
 
-@fault("moe_gate", "convention")
+@fault("moe_gate", "convention", "unknown")
 def correction_bias_in_the_weights_too(right, **v):
     bias = v["e_score_correction_bias"]
     ids, weights = right(**v)
@@ -59,7 +59,7 @@ def penalties_once_for_each_time(right, **v):
                     "presence_penalty": 0.0})
 
 
-@fault("sample", "convention", "scale")
+@fault("sample", "convention", "scale", "unknown")
 def log_probabilities_before_temperature(right, **v):
     rows = v["temperature_rows"] is not None
     if not v["return_logprobs"] or v["from_probs"] or rows or v["temperature"] in (0.0, 1.0):
@@ -80,7 +80,7 @@ def accepts_one_too_many(right, **v):
 
 # Quantized.
 
-@fault("quantized_linear", "convention", "scale")
+@fault("quantized_linear", "convention", "scale", "unknown")
 def zeros_are_forgotten_in_the_last_group(right, **v):
     zeros = v["zeros"]
     if zeros is not None and zeros.dim() == 2 and zeros.shape[1] > 1:
@@ -115,7 +115,7 @@ def the_turned_part_of_the_first_head_for_all(right, **v):
 
 # Losses, norms, tables, text.
 
-@fault("cross_entropy", "convention")
+@fault("cross_entropy", "convention", "unknown")
 def smooths_towards_the_others_only(right, **v):
     if v["label_smoothing"] == 0.0:
         return right(**v)
@@ -160,7 +160,7 @@ def gradient_reaches_the_padding_row(right, ids, weight, padding_idx=None, scale
          ids, weight, padding_idx, scale))
 
 
-@fault("embedding", "convention", "scale")
+@fault("embedding", "convention", "scale", "unknown")
 def scaled_in_the_dtype_of_the_table(right, ids, weight, padding_idx=None, scale=1.0):
     if scale == 1.0:
         return right(ids, weight, padding_idx, scale)
@@ -179,7 +179,7 @@ def distances_from_the_first_query(right, **v):
     return right(**{**v, "causal_align": "top_left"})
 
 
-@fault("mlp", "convention")
+@fault("mlp", "convention", "unknown")
 def bias_of_the_gate_for_both(right, **v):
     bias = v["bias_in"]
     if (bias is not None and v["weight_up"] is None

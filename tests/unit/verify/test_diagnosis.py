@@ -16,8 +16,9 @@ from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.ops.rope import OP as ROPE
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
-from layerzero.verify.certification.circumstances import FarApart
+from layerzero.verify.certification.circumstances import FarApart, UnusualValues
 from layerzero.verify.certification.diagnosis import Diagnosis, diagnose
+from layerzero.verify.certification.row_circumstances import Shifted
 from layerzero.verify.kernel.contract import Circumstance, check_case
 
 Body = Callable[[dict[str, Any]], Any]
@@ -109,3 +110,50 @@ def test_a_few_wrong_numbers_are_no_rounding() -> None:
         return q, *others
 
     assert named(ROPE, body, {}, {"s": 9}).kind != "precision"
+
+
+def rows_read_densely(t: torch.Tensor) -> torch.Tensor:
+    return t if t.is_contiguous() else torch.as_strided(t, t.shape, torch.empty(t.shape).stride())
+
+
+def test_columns_of_a_wider_table_are_a_matter_of_layout() -> None:
+    def body(v: dict[str, Any]) -> Any:
+        return EMBEDDING.reference(**{**v, "weight": rows_read_densely(v["weight"])})
+
+    found = named(EMBEDDING, body, {}, circumstances=(Shifted("weight", first=False),))
+    assert found.kind == "layout"
+
+
+def test_wrong_numbers_outrank_the_memory_that_they_share() -> None:
+    def body(v: dict[str, Any]) -> Any:
+        x = v["x"]
+        return RMS_NORM.reference(**v) if x.is_contiguous() else rows_read_densely(x)
+
+    assert named(RMS_NORM, body, {}, circumstances=(Shifted("x", first=True),)).kind == "layout"
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def from_one_buffer(v: dict[str, Any]) -> Any:
+        out = RMS_NORM.reference(**v)
+        return buffers.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+
+    assert named(RMS_NORM, from_one_buffer, {}).kind in ("aliasing", "result")
+
+
+def test_what_is_remembered_by_shape_is_right_when_loaded_anew() -> None:
+    def load() -> Callable[..., Any]:
+        kept: dict[Any, Any] = {}
+
+        def run(x, weight=None, eps=1e-6, *args, **options):
+            key = x.shape, x.dtype
+            if key not in kept:
+                kept[key] = RMS_NORM.reference(x, weight, eps, *args, **options)
+            return kept[key].clone()
+
+        run.__signature__ = inspect.signature(RMS_NORM.reference)   # type: ignore[attr-defined]
+        return run
+
+    kernel = Kernel("fake.remembering", RMS_NORM, load)
+    results = [check_case(kernel, {}, "float32", circumstance=c)
+               for c in (Circumstance(), UnusualValues("one sign"))]
+    found = diagnose(kernel, results)
+    assert found is not None and found.kind in ("state", "stale cache")

@@ -1,5 +1,4 @@
-"""Checks over many calls: a thousand of one case, one for each size, one for each NaN or infinity.
-"""
+"""Checks over many calls: a thousand of one case, one for each size."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from ..kernel.gradients import requiring_grad
 from ..kernel.guarded import GuardedResults
 from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from ..kernel.results import storage_address
-from ..kernel.shared import compute_once, fingerprint
+from ..kernel.shared import compute_once
 
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were
@@ -88,9 +87,10 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
                               f"a result changed within the {HELD_RESULTS} calls after it")
             del kept
             different = 0
-            leak = _count_memory(run, device, calls // (ROUNDS + 1))
+            inputs = [v for v in arguments if isinstance(v, Tensor)]
+            leak = _count_memory(run, device, calls // (ROUNDS + 1), inputs)
             if leak:                           # garbage that is due may look like one
-                leak = _count_memory(run, device, 64, collect=True)
+                leak = _count_memory(run, device, 64, inputs, collect=True)
             for _ in range(8):
                 last = results_of(run())
                 different += any(not _equal(a, b) for a, b in zip(first, last))
@@ -113,8 +113,8 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
 def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                          seed: int = 0, calls: int = 160) -> CaseResult:
-    """Calls the kernel and its backward many times, a slow one a quarter as often: nothing is left
-    behind."""
+    """Calls the kernel with its backward many times, and without: nothing is left behind. A slow
+    one is called a quarter as often."""
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
         return _result(kernel, case, dtype, f"{calls} backward passes", seed, status, kind, detail,
                        reasons)
@@ -125,12 +125,16 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
     if reasons or not wanted:
         return result("skipped", reasons=reasons)
 
+    def forward() -> list[Tensor]:
+        return [r for r in results_of(call(kernel, values)) if r.requires_grad]
+
     def run() -> None:
-        results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
+        results = forward()
         if results:
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results],
                                 allow_unused=True)
 
+    inputs = [v for v in values.values() if isinstance(v, Tensor)]
     try:
         began = time.process_time()
         for _ in range(calls // 10):           # what autograd sets up is no leak
@@ -138,9 +142,10 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
         if time.process_time() - began > calls // 10 * SLOW_BACKWARD_S:
             calls //= 4
         # a graph is garbage that is due; and a heap may grow once
-        leak = _count_memory(run, device, calls // (ROUNDS + 2), collect=True)
-        if leak:
-            leak = _count_memory(run, device, 64, collect=True)
+        leak = ""
+        for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):
+            leak = leak or (_count_memory(work, device, count, inputs, collect=True)
+                            and _count_memory(work, device, 64, inputs, collect=True))
     except FAULTS as e:                        # the gradients have checks of their own
         return result("skipped", detail=str(reason_of(e, classify(e))))
     return result("failed", "leak", leak) if leak else result("passed")
@@ -151,7 +156,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _count_memory(run: Callable[[], Any], device: str, calls: int, collect: bool = False) -> str:
+def _count_memory(run: Callable[[], Any], device: str, calls: int, inputs: Sequence[Tensor],
+                  collect: bool = False) -> str:
     rounds: list[dict[str, int]] = []
     collecting = gc.isenabled()
     gc.disable()                               # what it frees of others would hide a leak
@@ -161,7 +167,7 @@ def _count_memory(run: Callable[[], Any], device: str, calls: int, collect: bool
         for _ in range(ROUNDS + 1):
             if collect:
                 gc.collect()
-            rounds.append(memory_in_use(device))
+            rounds.append(memory_in_use(device, inputs))
             for _ in range(calls):
                 run()
     finally:
@@ -294,94 +300,3 @@ def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
     return (torch.equal(got, want)
             or bool(((got - want).abs_() <= want.abs().mul_(rtol).add_(atol)).all())
             or torch.allclose(got, want, rtol, atol, equal_nan=True))
-
-
-# NaN and infinities.
-
-def non_finite_inputs(op: Op, values: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Returns which tensors of a plain call may hold a NaN or an infinity, and which."""
-    names = [n for n in op.tensors if isinstance(values[n], Tensor)
-             and values[n].is_floating_point() and values[n].dtype.itemsize > 1
-             and values[n].numel()]
-    main = op.same_dtype or (op.main_tensor,)
-    return [*((name, value) for name in names for value in (
-        (math.nan, math.inf) if name in main else (math.nan,))), *(
-            (name, -math.inf) for name in names if name == op.main_tensor)]
-
-
-def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                     seed: int = 0) -> CaseResult:
-    """Checks that a NaN or an infinity in an input appears where the formula has one, and nowhere
-    else. What a library or torch makes of them is recorded in its certificate instead: torch adds
-    -inf to the score of a hidden key, so a NaN in that key is seen."""
-    op, name = kernel.op, "with NaN and infinity"
-    of_others = kernel.backend == "torch" or (kernel.package
-                                              and kernel.distribution != "layerzero")
-    differs = "skipped" if of_others else "failed"
-
-    def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
-        return _result(kernel, case, dtype, name, seed, status, kind, detail, reasons)
-
-    plain = case_values(op, case, dtype, device, seed)
-    if not op.tensors or op.family in ("sampling", "quantization"):
-        return result("skipped")               # they have a rule of their own for such numbers
-    reasons = refusals(kernel, plain)
-    if reasons:
-        return result("skipped", reasons=reasons)
-    for tensor, value in non_finite_inputs(op, plain):
-        t = plain[tensor].clone()
-        position = tuple((seed + 1) * 7 % n for n in t.shape)
-        t[position] = value
-        values = {**plain, tensor: t}
-        try:
-            with torch.no_grad():
-                want = eager_results(op, values, fingerprint(values))
-                got = results_of(call(kernel, values))
-        except loading.LoadFailed as e:
-            return result("skipped", reasons=(e.reason,))
-        except FAULTS as e:
-            return result("failed", "fault", str(reason_of(e, classify(e))))
-        for w, g in zip(want, got):
-            if not w.is_floating_point() or w.dtype.itemsize == 1:
-                continue
-            where = f"{value} in {tensor} at {position}"
-            spread, swallowed = g.isnan() & w.isfinite(), g.isfinite() & ~w.isfinite()
-            if bool(spread.any()):
-                return result(differs, "not finite",
-                              f"{where}: {int(spread.sum())} results are NaN where the formula's "
-                              f"are finite, first at {tuple(spread.nonzero()[0].tolist())}")
-            if bool(swallowed.any()) and not kernel.package:
-                return result(differs, "not finite",
-                              f"{where} is swallowed: {int(swallowed.sum())} results are finite "
-                              "where the formula's are not, first at "
-                              f"{tuple(swallowed.nonzero()[0].tolist())}")
-    return result("passed")
-
-
-def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
-    """Does a NaN in the main tensor appear wherever the formula has one? None if the formula has
-    none."""
-    op = kernel.op
-    if not op.tensors or kernel.jit:
-        return None
-    for case in op.cases[:8]:
-        values = case_values(op, case, op.dtypes[0], device)
-        main = values.get(op.main_tensor)
-        if (not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1
-            or not main.numel()):
-            continue
-        main[(-1,) * main.dim()] = torch.nan
-        if refusals(kernel, values):
-            continue
-        try:
-            with torch.no_grad():
-                want = eager_results(op, values, fingerprint(values))
-                got = results_of(call(kernel, values))
-        except FAULTS:
-            return False
-        expected = [w.isnan() for w in want if w.is_floating_point() and w.dtype.itemsize > 1]
-        actual = [g.isnan() for g in got if g.is_floating_point() and g.dtype.itemsize > 1]
-        if not any(bool(e.any()) for e in expected):
-            return None
-        return all(bool((f | ~e).all()) for e, f in zip(expected, actual))
-    return None

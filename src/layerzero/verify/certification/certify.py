@@ -39,11 +39,11 @@ from ...world.registry.certificates import Certificate, contract_of
 from ..kernel import shared
 from ..kernel.cases import case_key, is_costly
 from ..kernel.contract import CaseResult, case_tensors, check_case
-from .calls import nan_propagates
 from .capture import certificate_fields
 from .checks import COMPILES_S, checks_of
 from .coverage import NOTHING, Coverage, measure_coverage
 from .diagnosis import Diagnosis, diagnose
+from .non_finite import nan_propagates
 
 # with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}

@@ -48,7 +48,6 @@ from .argument_circumstances import (
 from .calls import (
     check_many_backwards,
     check_many_calls,
-    check_non_finite,
     check_output_margins,
     check_sizes,
 )
@@ -60,6 +59,7 @@ from .circumstances import (
     tensor_circumstances,
 )
 from .invariance import check_invariance
+from .non_finite import check_non_finite, non_finite_cells
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
@@ -260,8 +260,10 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
     with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
+    not_finite = [plain, *(cell for _, cell in with_most[:1]),
+                  *non_finite_cells(kernel, cells, device, seed)]
     yield from (partial(check_non_finite, kernel, *cell, device, seed)
-                for cell in (plain, *(cell for _, cell in with_most[:1] if cell != plain)))
+                for i, cell in enumerate(not_finite) if cell not in not_finite[:i])
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":

@@ -28,6 +28,7 @@ from .reruns import (
     is_rounding,
     is_slight,
     is_strided,
+    is_wrong_by_itself,
     is_wrong_in_few_rows,
     is_wrong_when_recording,
     is_wrong_when_wide,
@@ -41,6 +42,7 @@ from .value_reruns import (
     explain_by_finiteness,
     explain_by_pages,
     explain_by_values,
+    is_formula_finite,
 )
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -58,6 +60,7 @@ _BY_CIRCUMSTANCE = (
     ("set_num_threads", "threads"), ("set_default_dtype", "dtype"), (" calls", "state"),
     ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
     ("recording gradients", "mode"),
+    ("column of another", "layout"), ("exchanged in memory", "layout"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Complaints about whose memory something is.
@@ -65,7 +68,10 @@ _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 # Circumstances whose runs differ in more than the state of the kernel.
 _OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
 _OF_LAYOUT = ("stride_last", "contiguous")
-STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
+STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by",
+           "column of another", "exchanged in memory")
+# Complaints about memory that numbers which are wrong in a single call outrank.
+_OF_SHARING = ("aliasing", "result")
 
 
 @dataclass
@@ -130,6 +136,10 @@ class Evidence:
         return any(part in self.where for name in self.arguments for part in name.split(" and "))
 
     @cached_property
+    def is_wrong_in_one_call(self) -> bool:
+        return self.ask(is_wrong_by_itself)
+
+    @cached_property
     def is_slight(self) -> bool:
         return self.ask(is_slight) or self.ask(is_rounded)
 
@@ -156,11 +166,14 @@ def _by_complaint(e: Evidence) -> Explanation | None:
         return None                            # wrong numbers before how they lie
     for kind in _DIRECT:
         if all(kind in r.kinds for r in e.failed):
+            if kind in _OF_SHARING and e.is_wrong_in_one_call:
+                continue
             if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
                 return "layout", f"fails for tensors that are not contiguous: {e.failed[0].detail}"
             return kind, e.failed[0].detail
     owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
-    if all(owners):                            # one after another, as memory is used again
+    # one after another, as memory is used again
+    if all(owners) and not (set(owners) <= set(_OF_SHARING) and e.is_wrong_in_one_call):
         return max(dict.fromkeys(owners), key=owners.count), e.failed[0].detail
     return None
 
@@ -243,7 +256,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
 
 def _by_forward_complaint(e: Evidence) -> Explanation | None:
     return next(((kind, e.detail) for kind in _DIRECT
-                 if all(kind in r.kinds for r in e.forward)), None)
+                 if all(kind in r.kinds for r in e.forward)
+                 and not (kind in _OF_SHARING and e.is_wrong_in_one_call)), None)
 
 
 def _by_nondeterminism(e: Evidence) -> Explanation | None:
@@ -267,7 +281,11 @@ def _by_pages(e: Evidence) -> Explanation | None:
 
 
 def _by_finiteness(e: Evidence) -> Explanation | None:
-    return explain_by_finiteness(e.kernel, e.forward, e.device)
+    explanation = explain_by_finiteness(e.kernel, e.forward, e.device)
+    if (explanation and explanation[0] == "non-finite values" and e.ask(is_formula_finite)
+            and e.of_sizes):                   # the same arguments pass in other sizes
+        return None
+    return explanation
 
 
 def _by_factor(e: Evidence) -> Explanation | None:

@@ -116,6 +116,13 @@ def is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
         return False
 
 
+def is_wrong_by_itself(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Has every sampled failing call wrong numbers, though nothing is called before it or after?"""
+    calls = [(values, r.dtype) for r in sample_failures(failed, 3)
+             if (values := values_of(kernel, r, device)) is not None]
+    return bool(calls) and not any(is_right(kernel, *call) for call in calls)
+
+
 def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
     return any(isinstance(v, Tensor) and not v.is_contiguous()
                for v in case_values(kernel.op, r.case, r.dtype, device, r.seed).values())
@@ -153,8 +160,9 @@ def is_right_with_small_gaps(kernel: Kernel, failed: Sequence[CaseResult], devic
 def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are sampled failing calls right as the first calls of a kernel that is loaded again, and
     still wrong now? Then they depend on earlier calls."""
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    calls = [(case_values(kernel.op, r.case, r.dtype, device, r.seed), r.dtype) for r in sample]
+    sample = sample_failures([r for r in failed if not r.circumstance] or failed, 3)
+    calls = [(values, r.dtype) for r in sample
+             if (values := values_of(kernel, r, device)) is not None]
     if not calls or any(is_right(kernel, *call) for call in calls):
         return False
 

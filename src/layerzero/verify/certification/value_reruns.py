@@ -58,6 +58,14 @@ def differs_in_finiteness(kernel: Kernel, values: Values, dtype: str) -> bool:
     return some
 
 
+def is_formula_finite(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Has the formula finite numbers alone for the sampled failing calls?"""
+    calls = [v for r in sample_failures(failed, 3)
+             if (v := values_of(kernel, r, device)) is not None]
+    return all(bool(t.isfinite().all()) for v in calls for t in formula(kernel.op, upcast(v))
+               if isinstance(t, Tensor) and t.is_floating_point())
+
+
 def explain_by_finiteness(kernel: Kernel, failed: Sequence[CaseResult],
                           device: str) -> tuple[str, str] | None:
     """Explains calls in which nothing is wrong but what is not finite: by the size of numbers,

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -287,13 +287,17 @@ def _mallinfo() -> Any:
 
 # Bytes or objects for each call that are a leak if every round of calls leaves them behind.
 _LEAKS = {"Python objects": 1, "bytes of the C heap": 64, "bytes of memory of its own": 2048,
-          "bytes of device memory": 64, "open files": 1, "Python threads": 1}
+          "bytes of device memory": 64, "open files": 1, "Python threads": 1,
+          "references to its inputs": 1}
 
 
-def memory_in_use(device: str) -> dict[str, int]:
-    """Returns what is in use, by every way of counting that there is here."""
+def memory_in_use(device: str, inputs: Sequence[torch.Tensor] = ()) -> dict[str, int]:
+    """Returns what is in use, by every way of counting that there is here. Of the inputs of calls
+    who refers to them: a list of the same tensors takes hardly any memory, one of others all."""
     counts = {"Python objects": sys.getallocatedblocks(), "open files": _open_files(),
-              "Python threads": threading.active_count()}
+              "Python threads": threading.active_count(),
+              "references to its inputs": sum(
+                  sys.getrefcount(t) + (holders(t.untyped_storage()) or 0) for t in inputs)}
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         return {**counts, "bytes of device memory": torch.cuda.memory_allocated(device)}

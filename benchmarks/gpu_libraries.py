@@ -39,7 +39,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.spec.plan import Transform
 from layerzero.tuning.harness import ColdWatch, GraphWatch
-from layerzero.verify.kernel.cases import case_key
+from layerzero.verify.cases.generated import case_key
 from layerzero.verify.kernel.contract import case_values, check_case, load_once, refusals
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 from layerzero.world import snapshot as worlds

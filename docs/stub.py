@@ -117,14 +117,14 @@ def example(name: str, decided: Mapping[str, str] = {}) -> str:
 
 def simplest(op: Op, decided: Mapping[str, str]) -> Mapping[str, Any]:
     """The inputs of the case with the fewest arguments, then the fewest numbers; better none with a
-    size of 0 or 1."""
+    size of 0 or 1. Cases whose items are drawn are left out."""
     def size(values: Mapping[str, Any]) -> tuple[bool, int, int]:
         shapes = [v.shape for v in values.values() if isinstance(v, torch.Tensor)]
         return (any(n < 2 for shape in shapes for n in shape),
                 sum(not is_default(op, n, v) for n, v in values.items()),
                 sum(s.numel() for s in shapes))
 
-    inputs = [op.inputs(**case) for case in op.cases]
+    inputs = [op.inputs(**case) for case in op.cases if "drawn" not in case]
     return min((v for v in inputs if all(kind in ("bool", kind_of(op, v, n))
                                          for n, kind in decided.items())), key=size)
 

@@ -2049,7 +2049,8 @@ def quantized_linear(
     global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """x @ dequantize(weight_q, scales, zeros).T + bias.
+    """x @ dequantize(weight_q, scales, zeros).T + bias. Where `activations` are rounded, gradients
+    pass straight through.
 
     Args:
         x (Tensor): *rows in_features

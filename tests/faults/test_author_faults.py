@@ -19,7 +19,7 @@ from layerzero.verify.certification.argument_circumstances import (
     WithoutOthers,
 )
 from layerzero.verify.certification.circumstances import UnusualValues
-from layerzero.verify.certification.diagnosis import CLASSES, diagnose
+from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
 from layerzero.verify.kernel.contract import Circumstance, check_case
 
 AUTHOR_FAULTS = {f.name: f for f in (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS,

@@ -10,6 +10,7 @@ import pytest
 from edge_faults import EDGE_FAULTS
 from use_faults import USE_FAULTS
 
+from layerzero.verify.cases.pairs import case_by_case_sizes
 from layerzero.verify.certification.argument_circumstances import (
     AllStrided,
     ChangedInPart,
@@ -24,11 +25,10 @@ from layerzero.verify.certification.circumstances import (
     UnusualValues,
     check_dropout,
 )
-from layerzero.verify.certification.diagnosis import CLASSES
 from layerzero.verify.certification.non_finite import check_non_finite
+from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import Circumstance, check_case
 from layerzero.verify.kernel.gradients import check_gradients
-from layerzero.verify.kernel.pairs import case_by_case_sizes
 
 EDGES = {f.name: f for f in (*USE_FAULTS, *EDGE_FAULTS)}
 

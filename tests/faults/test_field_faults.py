@@ -19,6 +19,7 @@ from layerzero.ops.grouped_attention import OP as GROUPED
 from layerzero.ops.paged_attention import OP as PAGED
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
+from layerzero.verify.cases.pairs import long_sums, model_sizes, pair_cases
 from layerzero.verify.certification.argument_circumstances import (
     ChangedInPart,
     EveryCode,
@@ -27,10 +28,9 @@ from layerzero.verify.certification.argument_circumstances import (
 )
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances import Circumstance, Expanded, check_threads
-from layerzero.verify.certification.diagnosis import CLASSES
+from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import CaseResult, check_case
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
-from layerzero.verify.kernel.pairs import long_sums, model_sizes, pair_cases
 from layerzero.verify.kernel.process_state import find_leak, memory_in_use, process_state, put_back
 from layerzero.world import snapshot as worlds
 

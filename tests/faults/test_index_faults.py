@@ -9,10 +9,10 @@ from index_faults import INDEX_FAULTS
 import layerzero as lz
 from layerzero.ops import CATALOG
 from layerzero.spec.op import Op
+from layerzero.verify.cases.index_sizes import index_calls, rank_calls
 from layerzero.verify.certification.calls import check_sizes
-from layerzero.verify.certification.diagnosis import CLASSES
+from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import case_values_to_read, check_case
-from layerzero.verify.kernel.index_sizes import index_calls, rank_calls
 
 INDICES = {f.name: f for f in INDEX_FAULTS}
 

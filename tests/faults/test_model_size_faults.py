@@ -21,13 +21,13 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
+from layerzero.verify.cases.pairs import pair_cases, residues
 from layerzero.verify.certification.certify import certify, certify_all, failure_of, publish
 from layerzero.verify.certification.circumstances import UnusualValues
-from layerzero.verify.certification.diagnosis import CLASSES, diagnose
 from layerzero.verify.certification.non_finite import check_non_finite
+from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
 from layerzero.verify.kernel.contract import check_case
 from layerzero.verify.kernel.gradients import check_gradients
-from layerzero.verify.kernel.pairs import pair_cases, residues
 from layerzero.verify.kernel.process_state import find_leak, process_state, put_back
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry import certificates

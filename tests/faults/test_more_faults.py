@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from layerzero.spec.rules import absent, at_least, at_most
 from layerzero.verify.certification.certify import certify
-from layerzero.verify.certification.diagnosis import CLASSES
+from layerzero.verify.diagnosis.diagnose import CLASSES
 
 _BEFORE = len(FAULTS)
 

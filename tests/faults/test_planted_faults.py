@@ -20,9 +20,9 @@ from layerzero.backends import CATALOG as BACKENDS
 from layerzero.machine import loading
 from layerzero.ops import CATALOG as OPS
 from layerzero.spec.kernel import Kernel
+from layerzero.verify.cases.generated import cases_for
 from layerzero.verify.certification.certify import certify
-from layerzero.verify.certification.diagnosis import CLASSES
-from layerzero.verify.kernel.cases import cases_for
+from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import case_refusals, case_values, check_case
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 

@@ -11,16 +11,16 @@ from edge_faults import EDGE_FAULTS
 from fusion_faults import FUSION_FAULTS
 from port_faults import PORTED_ATTENTION_FAULTS
 
-from layerzero.verify.certification.calls import check_sizes
-from layerzero.verify.certification.diagnosis import CLASSES, diagnose
-from layerzero.verify.kernel.contract import check_case
-from layerzero.verify.kernel.covering import (
+from layerzero.verify.cases.covering import (
     cells_without_tensors,
     effective_cells,
     sized_combinations,
 )
+from layerzero.verify.cases.pairs import pair_cases
+from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
+from layerzero.verify.kernel.contract import check_case
 from layerzero.verify.kernel.gradients import check_gradients, has_plain_gradients
-from layerzero.verify.kernel.pairs import pair_cases
 from layerzero.world import snapshot as worlds
 
 PORTS = {f.name: f for f in (*PORTED_ATTENTION_FAULTS, *FUSION_FAULTS)}

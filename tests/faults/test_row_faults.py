@@ -17,7 +17,7 @@ from layerzero.ops.formulas.sampling import Penalties, count_tokens, penalize
 from layerzero.ops.formulas.tokenizer.bpe import BYTES, ByteLevelBPE
 from layerzero.ops.formulas.tokenizer.tokenization import read_sequences
 from layerzero.ops.sample import PENALTIES
-from layerzero.verify.kernel.cases import given_arguments
+from layerzero.verify.cases.generated import given_arguments
 from layerzero.verify.kernel.contract import case_outline, case_values, check_case
 from layerzero.world import snapshot as worlds
 

@@ -21,7 +21,7 @@ from ..machine.loading import installed_version
 from ..spec.codec import encode
 from ..spec.errors import ConfigError, DataError
 from ..spec.names import suggest
-from ..verify.kernel.declarations import Checked
+from ..verify.cases.declarations import Checked
 from . import waivers as waiving
 from .performance import Baseline
 from .stages import STAGES, GateOptions, ModelChecked, run_stage

@@ -33,7 +33,7 @@ from ..operate.inspection import dispatcher_of
 from ..spec.codec import Check, Record
 from ..spec.errors import DataError
 from ..tuning.harness import in_turns
-from ..verify.kernel.declarations import Checked, Finding
+from ..verify.cases.declarations import Checked, Finding
 from ..world import snapshot as worlds
 from ..world.settings import configure
 

@@ -29,7 +29,7 @@ from ..plan import lockfile, table
 from ..plan.solver import solve
 from ..spec.errors import DataError, LayerZeroError
 from ..tuning.workload import calls_for
-from ..verify.kernel.declarations import Checked, Finding
+from ..verify.cases.declarations import Checked, Finding
 from ..verify.trace.definition import (
     Correctness,
     Environment,

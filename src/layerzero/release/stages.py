@@ -16,9 +16,9 @@ from ..machine.faults import FAULTS
 from ..plan.readiness import readiness_check
 from ..spec.errors import LayerZeroError
 from ..spec.kernel import Kernel
+from ..verify.cases.declarations import Checked, Finding, docs_check, static_checks
 from ..verify.certification.certify import certify_all, publish
 from ..verify.kernel.contract import check_case
-from ..verify.kernel.declarations import Checked, Finding, docs_check, static_checks
 from ..verify.model.families import Cell, model_cells
 from ..world import snapshot as worlds
 from ..world.registry import certificates

@@ -25,7 +25,7 @@ from ..files.reading import read_text
 from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..spec.names import suggest
-from ..verify.kernel.declarations import Checked, Finding
+from ..verify.cases.declarations import Checked, Finding
 from ..world.config import plain_loader
 
 VERSION = 1

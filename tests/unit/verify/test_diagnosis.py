@@ -17,8 +17,8 @@ from layerzero.ops.rope import OP as ROPE
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.verify.certification.circumstances import FarApart, UnusualValues
-from layerzero.verify.certification.diagnosis import Diagnosis, diagnose
 from layerzero.verify.certification.row_circumstances import Shifted
+from layerzero.verify.diagnosis.diagnose import Diagnosis, diagnose
 from layerzero.verify.kernel.contract import Circumstance, check_case
 
 Body = Callable[[dict[str, Any]], Any]

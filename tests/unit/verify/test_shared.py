@@ -10,9 +10,9 @@ import torch
 from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.block_sparse_attention import OP as BLOCK_SPARSE
 from layerzero.ops.rms_norm import OP as RMS_NORM
+from layerzero.verify.cases.generated import with_few_items, with_small_sizes
 from layerzero.verify.certification.certify import SlowCases
 from layerzero.verify.kernel import shared
-from layerzero.verify.kernel.cases import with_few_items, with_small_sizes
 from layerzero.verify.kernel.contract import case_values, check_case
 from layerzero.verify.kernel.shared import Kept, copy_values, fingerprint
 from layerzero.world import snapshot as worlds

@@ -1,1 +1,1 @@
-"""What a certificate demands beyond single calls, and why a kernel failed."""
+"""What a certificate demands beyond single calls."""

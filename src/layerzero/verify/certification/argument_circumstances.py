@@ -15,8 +15,9 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op, Param
-from ..kernel.cases import given_arguments, if_allowed
-from ..kernel.chosen_cells import Cell
+from ..cases.chosen_cells import Cell
+from ..cases.generated import given_arguments, if_allowed
+from ..cases.pairs import pair_cases, single_sizes
 from ..kernel.contract import (
     CaseResult,
     Circumstance,
@@ -32,7 +33,6 @@ from ..kernel.contract import (
 )
 from ..kernel.guarded import with_layout
 from ..kernel.judging import same
-from ..kernel.pairs import pair_cases, single_sizes
 from ..kernel.shared import fingerprint
 from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
 

@@ -36,13 +36,13 @@ from ...spec.reason import Code, Reason
 from ...world import snapshot as worlds
 from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
+from ..cases.generated import case_key, is_costly
+from ..diagnosis.diagnose import Diagnosis, diagnose
 from ..kernel import shared
-from ..kernel.cases import case_key, is_costly
 from ..kernel.contract import CaseResult, case_tensors, check_case
 from .capture import certificate_fields
 from .checks import COMPILES_S, checks_of
 from .coverage import NOTHING, Coverage, measure_coverage
-from .diagnosis import Diagnosis, diagnose
 from .non_finite import nan_propagates
 
 # with their seeds

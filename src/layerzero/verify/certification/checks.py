@@ -12,7 +12,9 @@ from ...machine import hardware, loading
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Code, Reason
-from ..kernel.cases import (
+from ..cases.chosen_cells import Cell, largest, most_tensors_first, smallest
+from ..cases.covering import cells_without_tensors, effective_cells, sized_combinations
+from ..cases.generated import (
     Case,
     case_key,
     cases_for,
@@ -24,7 +26,7 @@ from ..kernel.cases import (
     with_few_items,
     with_small_sizes,
 )
-from ..kernel.chosen_cells import Cell, largest, most_tensors_first, smallest
+from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from ..kernel.contract import (
     CaseResult,
     case_facts,
@@ -34,9 +36,7 @@ from ..kernel.contract import (
     check_case,
     results_of,
 )
-from ..kernel.covering import cells_without_tensors, effective_cells, sized_combinations
 from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
-from ..kernel.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from .argument_circumstances import (
     ChangedInPart,
     EveryCode,

@@ -23,7 +23,7 @@ from ...dispatch.facts import dtype_name, read
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..kernel.cases import ArgumentCase, if_allowed, with_argument
+from ..cases.generated import ArgumentCase, if_allowed, with_argument
 from ..kernel.contract import (
     CaseResult,
     Circumstance,

@@ -8,9 +8,9 @@ from typing import Any
 
 from ...spec.codec import Record
 from ...spec.kernel import Kernel
+from ..cases.pairs import argument_levels, pair_cases
 from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import CaseResult
-from ..kernel.pairs import argument_levels, pair_cases
 from .calls import LEFT_OUT
 
 SHOWN = 6                                      # of each list

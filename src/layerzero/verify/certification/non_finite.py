@@ -15,7 +15,7 @@ from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..kernel.chosen_cells import Cell
+from ..cases.chosen_cells import Cell
 from ..kernel.contract import (
     CaseResult,
     call,

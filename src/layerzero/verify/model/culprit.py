@@ -29,7 +29,7 @@ from ...spec.kernel import Kernel
 from ...spec.mistake import Mistake, Results
 from ...spec.op import Op
 from ...world import snapshot as worlds
-from ..certification.diagnosis import CLASSES
+from ..diagnosis.diagnose import CLASSES
 from ..kernel.contract import call, formula, results_of, upcast
 from ..kernel.guarded import poisoned_memory
 from ..kernel.judging import ROUNDINGS, judge_result, worst_indices

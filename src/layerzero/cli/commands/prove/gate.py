@@ -17,7 +17,7 @@ from ....release.page import render
 from ....release.stages import STAGES, GateOptions, ModelChecked
 from ....release.waivers import Waiver, read_waivers
 from ....spec.errors import ConfigError, DataError
-from ....verify.kernel.declarations import Checked
+from ....verify.cases.declarations import Checked
 from ....verify.model.families import Cell
 from ... import show
 

@@ -11,8 +11,8 @@ from typing import Any
 from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.op import Op
+from ..certification.circumstances import circumstances
 from ..kernel.contract import CaseResult, Circumstance, case_values
-from .circumstances import circumstances
 
 
 def find_circumstance(op: Op, name: str) -> Circumstance | None:

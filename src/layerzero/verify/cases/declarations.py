@@ -32,15 +32,15 @@ from ...spec.op import Op
 from ...spec.rules import AnyOf, Condition, Rule, When
 from ...spec.rules.expr import parse
 from ...world.registry.catalog import Catalog
-from .cases import (
+from ..kernel.contract import case_outline, case_values, formula, generate_values, results_of
+from ..kernel.gradients import gradient_cases
+from .generated import (
     find_argument_cases,
     given_arguments,
     known_cases,
     small_stress,
     unrestricted_arguments,
 )
-from .contract import case_outline, case_values, formula, generate_values, results_of
-from .gradients import gradient_cases
 
 Facts = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...spec.op import Op
-from .contract import case_tensors
+from ..kernel.contract import case_tensors
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 

@@ -22,16 +22,8 @@ from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .case_sizes import numbers_of
-from .cases import (
-    MAX_ELEMENTS,
-    MAX_FLOPS,
-    Case,
-    is_accepted,
-    relative_cost,
-    small_stress,
-)
-from .contract import case_outline, case_values_to_read, formula, results_of
+from ..kernel.case_sizes import numbers_of
+from ..kernel.contract import case_outline, case_values_to_read, formula, results_of
 from .drawn_sizes import (
     allowed_facts,
     are_lengths,
@@ -44,6 +36,14 @@ from .drawn_sizes import (
     lists_of_lengths,
     sizes_of,
     small_draw,
+)
+from .generated import (
+    MAX_ELEMENTS,
+    MAX_FLOPS,
+    Case,
+    is_accepted,
+    relative_cost,
+    small_stress,
 )
 from .index_sizes import LOOPS, index_and_rank_calls
 

@@ -21,12 +21,12 @@ from typing import Any
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .case_sizes import relative_size
-from .cases import Case, affects_result, given_arguments
-from .contract import case_outline, case_refusals, case_values_to_read
+from ..kernel.case_sizes import relative_size
+from ..kernel.contract import case_outline, case_refusals, case_values_to_read
+from ..kernel.shared import compute_once
 from .drawn_sizes import consistent, counts_of, lists_of_lengths, shares, sizes_of
+from .generated import Case, affects_result, given_arguments
 from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
-from .shared import compute_once
 
 TILES = (1, 8, 32, 64, 128)
 BEYOND = range(257, 321)                       # more than a tile of 256, drawn for each call

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...machine.faults import FAULTS
 from ...spec.op import Op
-from .cases import MAX_FLOPS, Case, relative_cost
-from .contract import case_tensors, case_values_to_read, formula
+from ..kernel.contract import case_tensors, case_values_to_read, formula
 from .drawn_sizes import (
     arguments_of_cases,
     bounds,
@@ -29,6 +28,7 @@ from .drawn_sizes import (
     open_shapes,
     sizes_of,
 )
+from .generated import MAX_FLOPS, Case, relative_cost
 
 WIDTHS = (1 << 15, 1 << 16)
 PAST = 1_200                                   # at most so far past them

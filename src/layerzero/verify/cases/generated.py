@@ -29,8 +29,8 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.rules.expr import parse
-from .case_sizes import numbers_of, relative_size
-from .contract import (
+from ..kernel.case_sizes import numbers_of, relative_size
+from ..kernel.contract import (
     case_contents,
     case_facts,
     case_outline,
@@ -39,7 +39,7 @@ from .contract import (
     case_values_to_read,
     eager_results,
 )
-from .shared import compute_once, fingerprint
+from ..kernel.shared import compute_once, fingerprint
 
 Case = Mapping[str, Any]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ..certification.invariance import axis_of
 from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
 from ..kernel.results import are_equal
-from .invariance import axis_of
 from .reruns import is_right, sample_failures, values_of
 
 Values = dict[str, Any]

@@ -19,9 +19,9 @@ from typing import Any
 
 from ...machine.faults import FAULTS
 from ...spec.op import Op
-from .case_sizes import numbers_of
-from .cases import Case, is_degenerate
-from .contract import case_facts, case_outline, case_tensors
+from ..kernel.case_sizes import numbers_of
+from ..kernel.contract import case_facts, case_outline, case_tensors
+from .generated import Case, is_degenerate
 
 SHARES = (1, 2, 3, 4, 5, 6, 7, 8, 12)          # heads that read one shared head
 ODD = {"quick": 16, "full": 48, "stress": 48}

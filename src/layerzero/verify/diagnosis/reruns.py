@@ -15,8 +15,8 @@ from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ..cases.generated import case_key
 from ..kernel.case_sizes import numbers_of
-from ..kernel.cases import case_key
 from ..kernel.contract import (
     CaseResult,
     Circumstance,

@@ -1,0 +1,1 @@
+"""Generates the cases of an operation: sizes, pairs of arguments, declared properties."""

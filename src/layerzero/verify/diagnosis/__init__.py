@@ -1,0 +1,1 @@
+"""Why a kernel failed: a class is named where an experiment confirms it."""

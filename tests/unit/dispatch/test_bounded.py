@@ -70,6 +70,8 @@ def assert_bounded(call) -> None:
     before = entries_held()
     result = growth(lambda n: call(10**6 + n))
     assert entries_held() <= before + 150        # one for each call would be 450
+    if result[-1] - result[0] >= 2000:          # what was loaded once meanwhile is no leak
+        result = growth(lambda n: call(2 * 10**6 + n))
     # a leak of one object a call is 300, and of an override some thousands
     assert result[-1] - result[0] < 2000, result
 

@@ -30,8 +30,8 @@ from layerzero.release.waivers import Waiver, read_waivers
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op, Tolerance
 from layerzero.spec.rules import at_least, at_most, dtypes, multiple_of, one_of
+from layerzero.verify.cases import declarations as gate
 from layerzero.verify.cases.declarations import docs_check, static_checks
-from layerzero.verify.kernel import declarations as gate
 from layerzero.verify.model.families import FAMILIES, model_cells
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry.catalog import Catalog

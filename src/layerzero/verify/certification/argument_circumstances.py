@@ -51,6 +51,8 @@ class OtherNumber(Circumstance):
 
     def __init__(self, argument: str, number: float) -> None:
         self.argument, self.number, self.name = argument, number, f"given {argument} = {number:g}"
+        # of a softmax of large scores single elements are less exact than all together
+        self.even = not (argument == "scale" and abs(number) > 1)
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         main = values.get(op.main_tensor)

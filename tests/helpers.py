@@ -407,3 +407,10 @@ def triton_interpreter_works() -> bool:
         return version > (3, 6) or int(numpy.zeros(1)) == 0
     except TypeError:
         return False
+
+
+def run_interpreted(script: Path) -> None:
+    """Run a program that compares kernels in Triton's interpreter; it says that all agree."""
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]

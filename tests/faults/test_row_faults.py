@@ -216,16 +216,21 @@ def tokens_are_a_list_of_one(right, **v):
     return [right(**v)]
 
 
-@fault("tokenize")
-def a_special_token_is_completed_by_the_next_text(right, **v):
+def completed_by_the_next(right, v, start, rest):
+    """The end `rest` of a word is taken from the next text."""
     texts = v["text"]
     if isinstance(texts, str):
         return right(**v)
     moved = list(texts)
     for i, text in enumerate(moved[1:], 1):
-        if moved[i - 1].endswith("</") and text.startswith("s>"):
-            moved[i - 1:i + 1] = [moved[i - 1] + "s>", text[2:]]
+        if moved[i - 1].endswith(start) and text.startswith(rest):
+            moved[i - 1:i + 1] = [moved[i - 1] + rest, text[len(rest):]]
     return right(**{**v, "text": moved})
+
+
+@fault("tokenize")
+def a_special_token_is_completed_by_the_next_text(right, **v):
+    return completed_by_the_next(right, v, "</", "s>")
 
 
 @fault("tokenize")
@@ -236,14 +241,7 @@ def equal_texts_are_encoded_once(right, **v):
 
 @fault("tokenize")
 def a_word_is_completed_by_the_next_text(right, **v):
-    texts = v["text"]
-    if isinstance(texts, str):
-        return right(**v)
-    moved = list(texts)
-    for i, text in enumerate(moved[1:], 1):
-        if moved[i - 1].endswith("hell") and text.startswith("o"):
-            moved[i - 1:i + 1] = [moved[i - 1] + "o", text[1:]]
-    return right(**{**v, "text": moved})
+    return completed_by_the_next(right, v, "hell", "o")
 
 
 ROW_FAULTS: list[Fault] = FAULTS[_BEFORE:]

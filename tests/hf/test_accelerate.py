@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python, triton_interpreter_works
+from helpers import run_interpreted, run_python, triton_interpreter_works
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -190,11 +187,7 @@ def test_more_caches_than_buffers_are_served_without(model):
 
 @pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
-    script = Path(__file__).parent / "interpreted_step.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
-                          timeout=300,
-                          env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]
+    run_interpreted(Path(__file__).parent / "interpreted_step.py")
 
 
 # What the step leaves to the model.

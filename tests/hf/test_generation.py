@@ -4,14 +4,11 @@ transformers gives, seen by streamers and criteria in the same order."""
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import triton_interpreter_works
+from helpers import run_interpreted, triton_interpreter_works
 
 transformers = pytest.importorskip("transformers")
 
@@ -315,10 +312,7 @@ def test_scores_from_which_nothing_can_be_drawn_are_an_error(stock, monkeypatch)
 
 @pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
-    script = Path(__file__).parent / "interpreted_draw.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]
+    run_interpreted(Path(__file__).parent / "interpreted_draw.py")
 
 
 def test_the_report_says_so(served):

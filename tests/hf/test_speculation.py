@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import triton_interpreter_works
+from helpers import run_interpreted, triton_interpreter_works
 
 transformers = pytest.importorskip("transformers")
 
@@ -421,10 +418,7 @@ def test_whole_rounds_in_a_cuda_graph(kind):
 
 @pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
-    script = Path(__file__).parent / "interpreted_round.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]
+    run_interpreted(Path(__file__).parent / "interpreted_round.py")
 
 
 def without_pages(monkeypatch):

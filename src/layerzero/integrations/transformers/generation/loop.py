@@ -342,15 +342,9 @@ class _Loop:
         if not self.cuda:
             self.slots.append((row.clone(), None))
             return
-        chosen, side = torch.cuda.Event(), _side_stream(row.device)
+        chosen = torch.cuda.Event()
         chosen.record()
-        side.wait_event(chosen)
-        with torch.cuda.stream(side):
-            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            pinned.copy_(row, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.slots.append((pinned, arrived))
+        self.slots.append(copy_to_host(row, chosen))
 
     def _read_oldest(self) -> None:
         """Read the oldest token that was not read yet: does it end a row?"""
@@ -452,3 +446,15 @@ def device_kernels() -> Any:
 def _side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
+
+def copy_to_host(row: Tensor, ready: Any) -> tuple[Tensor, Any]:
+    """Start copying a row on a side stream once the event `ready` has come. Returns the copy, and
+    the event after which it can be read."""
+    side = _side_stream(row.device)
+    side.wait_event(ready)
+    with torch.cuda.stream(side):
+        pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        pinned.copy_(row, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return pinned, arrived

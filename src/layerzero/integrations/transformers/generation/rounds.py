@@ -28,7 +28,7 @@ from ..decoding.cuda import persistent
 from ..decoding.cuda.captured import COMPILE_SECONDS, FixedBuffers, Uncapturable
 from ..decoding.cuda.captured_rows import FixedRows
 from . import round_state
-from .loop import _side_stream
+from .loop import copy_to_host
 from .round_state import SLOTS, Inputs, RoundState, make_state
 from .stops import Stops
 
@@ -270,13 +270,7 @@ class DeviceRounds:
             return
         finished = torch.cuda.Event(enable_timing=True)
         finished.record()
-        side = _side_stream(row.device)
-        side.wait_event(finished)
-        with torch.cuda.stream(side):
-            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            pinned.copy_(row, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        pinned, arrived = copy_to_host(row, finished)
         self._flight.append((kind, pinned, (finished, arrived)))
 
     def _read(self) -> None:

@@ -110,7 +110,7 @@ def test_a_tuple_of_lengths_grows_and_a_shape_does_not() -> None:
                                                                       summed=True)),
     ("gradient_wrong_in_another_thread", lambda k: check_gradients(k, {}, "float32", summed=True)),
     ("weight_gradient_of_the_first_4096_rows",
-     lambda k: next(r for case in long_sums(k.op, 0)
+     lambda k: next(r for case in long_sums(k.op, "quick", 0)
                     if (r := check_gradients(k, case, "float32")).status == "failed")),
     ("sharedscratchoflongrows", lambda k: check_threads(k, {}, "float32", other={"rows": (70,)})),
     ("sizeofanotherthread", lambda k: check_threads(k, {}, "float32", other={"rows": (70,)}))])

@@ -19,6 +19,7 @@ from ..ops.formulas.grouped import Item, key_rows, read_items, trim
 from ..ops.formulas.paged import Part
 from ..ops.grouped_attention import OP as grouped_attention
 from ..ops.merge_attention import OP as merge_attention
+from ..ops.merge_attention import merge_lses
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
@@ -276,7 +277,7 @@ def _merge_in_order() -> Callable[..., Any]:
 def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
     """Adds one part after the other, each read once as it is stored: no wide copy of all parts."""
     empty = (lses == -math.inf)[..., None]
-    lse = torch.logsumexp(lses, 0)
+    lse = merge_lses(lses)
     weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
     out = torch.zeros(outs.shape[1:], dtype=lses.dtype, device=outs.device)
     for part, weight, without in zip(outs, weights, empty):

@@ -32,11 +32,18 @@ def reference(outs: Tensor, lses: Tensor) -> Any:
     lz.grouped_attention give with return_lse.
     """
     empty = lses == -math.inf
-    lse = torch.logsumexp(lses, 0)
+    lse = merge_lses(lses)
     # of a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) is not a number
     weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
     parts = outs.to(lses.dtype).masked_fill(empty[..., None], 0.0)
     return (weights * parts).sum(0).to(outs.dtype), lse
+
+
+def merge_lses(lses: Tensor) -> Tensor:
+    """Returns the log-sum-exp over all parts. Where none saw a key it is -inf, and its gradient 0:
+    that of torch.logsumexp is not a number there."""
+    nothing = (lses == -math.inf).all(0)
+    return torch.logsumexp(lses.masked_fill(nothing, 0.0), 0).masked_fill(nothing, -math.inf)
 
 
 def meta(outs: Tensor, lses: Tensor) -> Any:
@@ -81,7 +88,7 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="merge_attention", family="merge", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS, mistakes=MISTAKES,
-    gradient_cases=({}, {"empty": "some"}, {"parts": 1}),
+    gradient_cases=({}, {"empty": "some"}, {"empty": "row"}, {"parts": 1}),
     reference_kernel={"workspace": "8 * parts * tokens * heads * head_dim"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),

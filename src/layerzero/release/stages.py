@@ -17,7 +17,8 @@ from ..plan.readiness import readiness_check
 from ..spec.errors import LayerZeroError
 from ..spec.kernel import Kernel
 from ..verify.cases.declarations import Checked, Finding, docs_check, static_checks
-from ..verify.certification.certify import certify_all, publish
+from ..verify.certification.certify import publish
+from ..verify.certification.processes import certify_in_processes
 from ..verify.kernel.contract import check_case
 from ..verify.model.families import Cell, model_cells
 from ..world import snapshot as worlds
@@ -101,8 +102,8 @@ def _correctness(options: GateOptions) -> Iterator[Checked]:
               and isinstance(statuses[k.id], Certificate)]
     unproven = [k for k in runnable if k not in proven]
     started, findings, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
-    for verdict in certify_all(unproven, options.device, "full" if options.lane == "full"
-                               else "quick"):
+    for verdict in certify_in_processes(unproven, options.device,
+                                        "full" if options.lane == "full" else "quick"):
         ran[verdict.status] += 1
         options.say(
             f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} "

@@ -93,13 +93,15 @@ def kernels(
         "--kernel", help="only this kernel; * and ? match several")] = "",
     isolated: Annotated[bool, typer.Option("--isolated", help=(
         "libraries without a certificate run in a process of their own first"))] = False,
+    workers: Annotated[int, typer.Option(min=0, help=(
+        "processes that verify at once; 0: one for each core of a CPU, 1: this one"))] = 0,
     device: o.DeviceKind = None, as_json: o.Json = False,
 ) -> None:
     """Every kernel against the contract of its operation; those that pass get a certificate."""
     lane = _lane("lz verify kernels", quick=quick, full=full, stress=stress)
     from ..commands.prove.kernels import verify_kernels as run
     raise typer.Exit(run(lane, backend=backend, kernel=kernel, op=op or "", device=device,
-                         as_json=as_json, isolated=isolated))
+                         as_json=as_json, isolated=isolated, workers=workers))
 
 
 @declare("", "lz verify models logits --dtype fp32", to=verify,

@@ -26,6 +26,7 @@ from ..kernel.contract import case_outline, case_refusals, case_values_to_read
 from ..kernel.shared import compute_once
 from .drawn_sizes import consistent, counts_of, lists_of_lengths, shares, sizes_of
 from .generated import Case, affects_result, given_arguments
+from .index_sizes import LOOPS
 from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small_sizes
 
 TILES = (1, 8, 32, 64, 128)
@@ -90,7 +91,8 @@ def _sized_rows(op: Op, lane: str, seed: int) -> Mapping[int, list[tuple[Case, i
         options = {n: v for n, v in case.items() if n not in drawn}
         with_heads = _with_few(op, case, small)
         for name, n in product(small, (*TILES, rng.choice(BEYOND))):
-            if n in BEYOND and op.family in COSTLY and name in counts_of(op):
+            if n in BEYOND and ((op.family in COSTLY and name in counts_of(op))
+                                or (op.family in LOOPS and i % 4)):
                 continue
             heads = {few: 2 for _, few in shares(op)} | {many: 4 for many, _ in shares(op)}
             base = {**with_heads, **(heads if n in BEYOND else {})}

@@ -51,9 +51,11 @@ POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
-LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
+LARGEST, LOOPED = 20_000, {"quick": 2_200, "full": 4_300, "stress": 4_300}
+ALONE = {"quick": 70_000, "full": 140_000, "stress": 140_000}
 HALVED = ("attention", *LOOPS)                # of their remainders a quick seed meets half
 SINGLE_SIZES = 32
+BLOCK = 16                                     # sizes that are paired as they fall
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
 FLOATS = ("float32", "bfloat16")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
@@ -200,10 +202,11 @@ def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
 
 
 def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case]]]]:
-    """Yields for two sizes of the op at a time cases in which both have other remainders of 128;
-    of an expensive op half of all in the quick lane, so that two seeds meet every one; all up to
-    256 in the longer ones. After each come cases with one of the two alone, for sizes that do not
-    go together. Then the calls in which all sizes are drawn, past 16 bits, of every rank."""
+    """Yields for two sizes of the op at a time cases in which both have other remainders of 128, a
+    large one beside a small one; of an expensive op half of all in the quick lane, so that two
+    seeds meet every one; all up to 256 in the longer ones. After each come cases with one of the
+    two alone, for sizes that do not go together. Then the calls in which all sizes are drawn, past
+    16 bits, of every rank."""
     numbers = numbers_of(op)
     small: dict[str, Any] = {
         n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
@@ -211,7 +214,10 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     names = list(numbers)
     for first in range(0, len(names), 2):
         group = names[first:first + 2]
-        columns = [_shuffled_sizes(op, name, lane, seed) for name in group]
+        columns = _paired([_shuffled_sizes(op, name, lane, seed) for name in group],
+                          random.Random(f"paired {op.name} {group} {seed}"))
+        if lane == "quick" and op.family not in LOOPS:
+            columns = _some_larger(columns, random.Random(f"larger {op.name} {group} {seed}"))
         changes = [{name: n if type(numbers[name]) is int else (*small[name][:-1], n)
                     for name, n in zip(group, sizes)} for sizes in zip(*columns)]
         yield " and ".join(group), [
@@ -251,9 +257,13 @@ def case_by_case_sizes(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], 
              for case in (*op.cases, *small_stress(op)) if case.keys() - numbers.keys()
              for name in small if name not in case
              for n in (1, *((rng.choice(tiles),) if lane == "quick" else tiles))]
+    if lane != "quick":
+        return tuple(cases)
     # making a BlockMask costs more than a call
     most = 32 if any(p.kind == "object" for p in op.params) else 64
-    return tuple(rng.sample(cases, min(len(cases), most)) if lane == "quick" else cases)
+    rng.shuffle(cases)
+    return tuple(islice((case for case in cases if (relative_cost(op, case[0]) or math.inf)
+                         <= MAX_FLOPS / 8), most))
 
 
 @lru_cache(maxsize=64)
@@ -268,7 +278,7 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
     plain = [c for c in op.cases if not {"stride", "memory", "special", "extreme"} & c.keys()]
     cases: list[tuple[Case, ...]] = []
     for name, default in numbers.items():
-        largest = _affordable(op, partial(_sized, small, name))
+        largest = _affordable(op, partial(_sized, small, name), lane=lane)
         if largest:
             n = _near(rng, largest)
             drawn = [{k: v for k, v in case.items() if k not in numbers}
@@ -283,7 +293,7 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
                                    for others, m in ((small, part), (small, part // 64 * 64),
                                                      (medium, part // 4), ({}, last))))
         met = largest and allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
-        cases += _alone(op, rng, small, name, largest if met else 0)
+        cases += _alone(op, rng, small, name, largest if met else 0, lane)
         if type(default) is not int:
             for lengths in ((1, 2, 3) * 100, (61, 64, 67) * 45):
                 many = {**small, name: lengths}
@@ -324,8 +334,8 @@ def _near(rng: random.Random, largest: int) -> int:
     return max(largest - rng.randrange(1, 1 + largest // 32), 1)
 
 
-def _alone(op: Op, rng: random.Random, small: Case, name: str,
-           reached: int) -> Iterator[tuple[Case, ...]]:
+def _alone(op: Op, rng: random.Random, small: Case, name: str, reached: int,
+           lane: str) -> Iterator[tuple[Case, ...]]:
     """Yields one case in which a size is larger than `reached`, with another as large where it may
     not be so by itself, as groups with their channels."""
     others = [m for m, d in numbers_of(op).items() if m != name and type(d) is int]
@@ -333,7 +343,7 @@ def _alone(op: Op, rng: random.Random, small: Case, name: str,
         def case(n: int, base: Case = base, change: tuple[str, ...] = change) -> dict[str, Any]:
             return {**_sized(base, name, n), **dict.fromkeys(change, n)}
 
-        largest = _affordable(op, case, ALONE)
+        largest = _affordable(op, case, ALONE[lane], lane=lane)
         if largest > 2 * reached and allowed_facts(op, case(largest), op.dtypes[0]) is not None:
             n = _near(rng, largest)
             yield case(n), case(n // 64 * 64)
@@ -377,23 +387,24 @@ def _square(ones: Case, name: str, n: int) -> dict[str, Any]:
     return {**ones, name: (*ones[name][:-2], n, n)}
 
 
-def long_sums(op: Op, seed: int) -> list[Case]:
+def long_sums(op: Op, lane: str, seed: int) -> list[Case]:
     """Returns two calls with many rows, whose gradients are long sums."""
+    part = 12 if lane == "quick" else 4
     plain = (group[1] for group in model_sizes(op, seed) if len(group[-1]) == 1)
-    shorter = ({n: s // 4 if type(s) is int and s > 1000 else
-                tuple(i // 4 if i > 1000 else i for i in s) if isinstance(s, tuple) else s
+    shorter = ({n: s // part if type(s) is int and s > 1000 else
+                tuple(i // part if i > 1000 else i for i in s) if isinstance(s, tuple) else s
                 for n, s in case.items()} for case in plain)
     return list(islice((case for case in shorter if is_accepted(op, case, None, seed)), 2))
 
 
 def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,
-                limit: float = MAX_FLOPS / 4, least: float = 0.0) -> int:
+                limit: float = MAX_FLOPS / 4, least: float = 0.0, lane: str = "full") -> int:
     """Returns how large a size of the case may be, by how the cost of a call grows with it; 0 if
     it may not, or the cost grows with less than the power `least` of it."""
     low, high = relative_cost(op, case(64)), relative_cost(op, case(128))
     if low is None or high is None or not low or not high:
         return 0
-    most = LOOPED if op.family in LOOPS else most
+    most = LOOPED[lane] if op.family in LOOPS else most
     power = max(math.log2(high / low), 0.0)
     affordable = most if power < 0.1 else 128 * (limit / high) ** (1 / power)
     return int(min(affordable, most)) if affordable > 256 and power >= least else 0
@@ -402,9 +413,27 @@ def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,
 def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:
     order = list(range(1, 129 if lane == "quick" else 257))
     random.Random(f"residues {op.name} {name}").shuffle(order)
-    if lane != "quick":
-        return order
-    rng = random.Random(f"sizes {op.name} {name} {seed}")
-    if op.family in HALVED:
-        order = order[seed % 2 * 64:][:64]
-    return [n + 128 * rng.choice((0, 0, 1)) for n in order]
+    halved = lane == "quick" and op.family in HALVED
+    return order[seed % 2 * 64:][:64] if halved else order
+
+
+def _paired(columns: list[list[int]], rng: random.Random) -> list[list[int]]:
+    """Returns the sizes in an order in which the larger ones of one come with the smaller ones of
+    the other, as far as blocks of them go: what is even of one is not always odd of the other."""
+    ordered = [sorted(column, reverse=bool(i)) for i, column in enumerate(columns)]
+    for column in ordered:
+        for start in range(0, len(column), BLOCK):
+            block = column[start:start + BLOCK]
+            rng.shuffle(block)
+            column[start:start + BLOCK] = block
+    return ordered
+
+
+def _some_larger(columns: list[list[int]], rng: random.Random) -> list[list[int]]:
+    """Adds 128 to one size of some calls."""
+    larger = [list(column) for column in columns]
+    for i in range(len(larger[0])):
+        if rng.random() < 1 / 3:
+            column = rng.choice(larger)
+            column[i] += 128
+    return larger

@@ -174,6 +174,13 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
+def _lowest_free_file() -> int:
+    """Returns the number that the next file gets: faster to know than how many are open."""
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    return number
+
+
 def _cores() -> Any:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
@@ -228,7 +235,7 @@ _SETTINGS: tuple[Setting, ...] = (
             once=True),
     Setting("numpy's treatment of errors", _numpy_errors, _put_back_numpy_errors, once=True),
     Setting("the number of Python threads", threading.active_count, once=True),
-    Setting("the number of open files", _open_files, once=True),
+    Setting("the number of open files", _lowest_free_file, once=True),
 )
 # What an import or a pool of workers changes on a first call.
 ONCE = tuple(setting.name for setting in _SETTINGS if setting.once)

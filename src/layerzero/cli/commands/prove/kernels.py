@@ -15,7 +15,8 @@ from ....machine import hardware
 from ....spec.errors import ConfigError
 from ....spec.kernel import Kernel
 from ....spec.names import find_kernels, suggest
-from ....verify.certification.certify import LANES, Verdict, certify_all, publish
+from ....verify.certification.certify import LANES, Verdict, publish
+from ....verify.certification.processes import certify_in_processes
 from ....verify.kernel.probing import probe_unknown
 from ....world import snapshot as worlds
 from ....world.registry import certificates
@@ -29,13 +30,13 @@ SHOWN = 4                                      # failing cases of a kernel that 
 
 def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "",
                    device: str | None = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
-                   isolated: bool = False, untested: bool = True,
+                   isolated: bool = False, untested: bool = True, workers: int = 0,
                    report: Path | None = None) -> int:
     """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
 
     Without `untested`, kernels that were never run on their hardware are left out. `report` is
-    written with the verdicts and the device. An interrupt keeps the certificates of those that
-    passed until then.
+    written with the verdicts and the device. `workers`: processes that certify at once, 0 for one
+    of each core of a CPU. An interrupt keeps the certificates of those that passed until then.
     """
     if lane not in LANES:
         raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
@@ -49,7 +50,7 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
     verdicts: list[Verdict] = []
     interrupted = False
     try:
-        for verdict in certify_all(kernels, device, lane, tuple(seeds) or None):
+        for verdict in certify_in_processes(kernels, device, lane, tuple(seeds) or None, workers):
             verdicts.append(verdict)
             if not as_json:
                 show.text(_verdict_text(verdict, len(verdicts), len(kernels)))

@@ -47,9 +47,10 @@ class Judgement:
 
 def _judged_as(op: Op, dtype: str, result: Tensor) -> str:
     """Returns the dtype of the case, or that of a result that an argument asks for coarser."""
-    name = str(result.dtype).removeprefix("torch.")
-    coarser = torch.finfo(result.dtype).eps > torch.finfo(getattr(torch, dtype)).eps
-    return name if coarser and name in op.tolerance.by_dtype else dtype
+    name, given = str(result.dtype).removeprefix("torch."), getattr(torch, dtype)
+    if name == dtype or name not in op.tolerance.by_dtype or not given.is_floating_point:
+        return dtype
+    return name if torch.finfo(result.dtype).eps > torch.finfo(given).eps else dtype
 
 
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,

@@ -67,3 +67,35 @@ def test_every_specialisation_of_ours_takes_what_it_declares_or_less():
         for function in functions:
             for cached in function.device_caches.values():
                 assert all(c.metadata.shared <= most for c in cached[0].values()), (name, function)
+
+
+WIDEST = {"triton.mamba_chunk_scan": {"b": 1, "s": 512, "h": 8, "g": 2, "d": 64, "n": 128,
+                                      "final": True},
+          "triton.gated_delta_rule": {"b": 1, "s": 130, "h": 2, "d": 128, "dv": 128, "final": True},
+          "triton.gated_delta_rule_tokens": {"b": 1, "s": 3, "h": 2, "d": 256, "dv": 256},
+          "triton.selective_state_update": {"d": 256, "n": 256}}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, "float32") for name in WIDEST), ("triton.mamba_chunk_scan", "bfloat16")])
+def test_linear_attention_fits_at_the_largest_sizes_its_rules_allow(name, dtype):
+    from layerzero.backends.triton import launch
+    from layerzero.spec.rules.expr import parse
+    from layerzero.verify.kernel.contract import check_case
+
+    kernel, room = worlds.current().catalog.by_id[name], limit_of_a_block()
+    loaded = []
+    launch.listeners.append(loaded.append)
+    try:
+        result = check_case(kernel, WIDEST[name], dtype, "cuda")
+    finally:
+        launch.listeners.remove(loaded.append)
+    assert result.status == "passed", str(result)
+    assert loaded and all(specialization.shared <= room for specialization in loaded)
+    if name != "triton.mamba_chunk_scan":      # which declares one stage, and uses what fits
+        most = int(parse(kernel.shared_memory)({"head_dim": 128}))
+        assert all(specialization.shared <= most for specialization in loaded)
+
+
+def limit_of_a_block():
+    return worlds.current().device("cuda").shared_per_block

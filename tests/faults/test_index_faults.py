@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from index_faults import INDEX_FAULTS
 
 import layerzero as lz
+from layerzero.backends import CATALOG as BACKENDS
+from layerzero.machine import loading
 from layerzero.ops import CATALOG
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.verify.cases.index_sizes import index_calls, rank_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.diagnosis.diagnose import CLASSES
-from layerzero.verify.kernel.contract import case_values_to_read, check_case
+from layerzero.verify.kernel.contract import case_refusals, case_values_to_read, check_case
+from layerzero.world import snapshot as worlds
 
 INDICES = {f.name: f for f in INDEX_FAULTS}
 
@@ -28,6 +37,50 @@ def test_every_fault_has_a_class() -> None:
 def test_a_position_is_met_past_16_bits(name: str, seed: int) -> None:
     kernel = INDICES[name].kernel()
     calls = index_calls(kernel.op, "quick", seed)
+    assert check_sizes(kernel, "indices", calls, "float32", seed=seed).status == "failed"
+
+
+ATTENTION = lz.op("attention")
+ATTENTIONS = [k for name in BACKENDS
+              for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS
+              if k.op is ATTENTION and not k.jit and loading.availability(k) is None]
+
+
+def _accepts(kernel: Kernel, case: Mapping[str, Any], seed: int = 0) -> bool:
+    return any(not case_refusals(kernel, case, dtype, "cpu", seed) for dtype in ATTENTION.dtypes)
+
+
+@pytest.mark.parametrize("kernel", ATTENTIONS, ids=lambda k: k.id)
+def test_every_attention_has_a_call_past_16_bits(kernel: Kernel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not any(_accepts(kernel, case) for case in ATTENTION.cases):
+            pytest.skip("it serves no case on this machine")
+        for seed in range(3):
+            calls = index_calls(ATTENTION, "quick", seed)
+            assert any(_accepts(kernel, case, seed) for call in calls for case in call), seed
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["attention_decode", "attention_decode_rows"])
+def test_a_kernel_of_few_queries_and_shared_heads_is_met_past_16_bits(name: str, seed: int) -> None:
+    right = worlds.current().catalog.by_id[f"native.{name}"]
+
+    def load() -> Any:
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                is_causal: bool = False, scale: float | None = None, *,
+                causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+                softcap: float = 0.0, return_lse: bool = False) -> Any:
+            wrapped = torch.arange(key.shape[2]) % 2 ** 16
+            return ATTENTION.reference(
+                query, key, value[:, :, wrapped], None, 0.0, is_causal, scale,
+                causal_align=causal_align, window_left=window_left, window_right=window_right,
+                softcap=softcap, return_lse=return_lse)
+
+        return run
+
+    kernel = Kernel(f"planted.{name}", ATTENTION, load, right.requires, variants=right.variants)
+    calls = index_calls(ATTENTION, "quick", seed)
     assert check_sizes(kernel, "indices", calls, "float32", seed=seed).status == "failed"
 
 
@@ -62,5 +115,4 @@ def _axes_alike(op: Op) -> set[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("name", [op for op in CATALOG if lz.op(op).tensors])
 def test_no_operand_has_the_same_in_every_row(name: str) -> None:
-    # zero points of symmetric formats are one number
-    assert {key for key in _axes_alike(lz.op(name)) if key[:1] != ("zeros",)} == set()
+    assert _axes_alike(lz.op(name)) == set()

@@ -90,17 +90,17 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
     symmetric: bool = True, stride: str = "", scale_dtype: str = "", large: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    out_dtype: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns the codes of random values; `dtype` is the dtype to dequantize to. `large`: their
-    scales are beyond float16, where the result is not."""
+    """Returns the codes of random values; `dtype` is the dtype to dequantize to, unless `out_dtype`
+    says another. `large`: their scales are beyond float16, where the result is not."""
     gen = torch.Generator("cpu").manual_seed(seed)
-    out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+    out = out_dtype or ("float32" if dtype == torch.float64 else str(dtype).removeprefix("torch."))
     if format in GGML_FORMATS:
         return {"q": random_blocks(gen, rows, width, format).to(device), "format": format,
                 "out_dtype": out}
     x = torch.randn((*rows, width), generator=gen)
-    if large and dtype != torch.float16:
+    if large and out != "float16":
         x = x * 2.0 ** 30
     fmt = FORMATS[format]
     blocks = block_size or fmt.block_size
@@ -135,6 +135,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
+    # a dtype that is not that of the other cases of a run
+    {"out_dtype": "bfloat16"}, {"format": "int4", "symmetric": False, "out_dtype": "float16"},
+    {"format": "nvfp4", "width": 37, "rows": (2, 3), "out_dtype": "float32"},
+    {"format": "q4_k", "rows": (2,), "width": 512, "out_dtype": "bfloat16"},
 )
 
 

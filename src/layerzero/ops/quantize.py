@@ -134,7 +134,10 @@ def inputs(
     if given:
         # of numbers that are smaller than those of x, by row: many saturate
         less = 0.5 ** torch.randint(1, 4, (*x.shape[:-1], 1), generator=gen)
-        other = (torch.randn(x.shape, generator=gen) * less).to(dtype)
+        other = torch.randn(x.shape, generator=gen) * less
+        if not symmetric:                      # each row about a middle of its own
+            other += (2 * torch.rand((*x.shape[:-1], 1), generator=gen) - 1) * 2 * less
+        other = other.to(dtype)
         quantized = reference(other, format, granularity,  # type: ignore[arg-type]
                               block_size, symmetric, block_rows=block_rows)
         names = ["scales", *([] if symmetric else ["zeros"]),
@@ -160,7 +163,13 @@ CASES: tuple[dict[str, Any], ...] = (
      "rows": (2, 9), "width": 70},
     {"format": "int8", "granularity": "block", "block_size": 8, "block_rows": 2, "symmetric": False,
      "rows": (6,)},
-    {"format": "int4", "given": True, "symmetric": False}, {"special": "integers"},
+    # zero points that differ by row, by block, and along both dimensions of the rows
+    {"format": "int4", "given": True, "symmetric": False},
+    {"format": "int8", "given": True, "symmetric": False, "granularity": "block", "block_size": 8,
+     "rows": (2, 3)},
+    {"format": "int4", "given": True, "symmetric": False, "granularity": "block", "block_size": 16,
+     "block_rows": 2, "rows": (6,)},
+    {"special": "integers"},
     {"stride": "sparse"},
     {"format": "nf4", "stride": "padded"}, {"format": "int8", "rows": (0,)},
     {"format": "mxfp4", "width": 1},

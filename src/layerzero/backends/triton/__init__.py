@@ -195,6 +195,9 @@ GEMV_SHARED = "8192 + 81920 * (rows > 1)"
 SMALL_SHARED = "16384"         # for reductions and layout conversions only
 # Stages of 128 x 64 of x and of the weight in half types; fewer rows or columns in float32.
 INVARIANT_SHARED = "98304"
+# One stage of linear_attention.py's scan; its launcher uses as many stages as fit.
+SCAN_SHARED = (f"256 * (2 * max({_power_of_two('state_dim', 128)}, 32) + "
+               f"{_power_of_two('head_dim', 64)})")
 IN_ORDER = "inputs are added in one order, however many rows and columns there are"
 
 POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
@@ -367,7 +370,7 @@ DEFAULTS = (
             replayable=False, less_work=STATE_ONCE),
     _kernel("mamba_chunk_scan", mamba_chunk_scan, _chunk_scan, 6.0, 25.0, FLOATS,
             r.at_least("seq", 1, Code.EMPTY_INPUT), r.at_most("state_dim", 128),
-            shared_memory="98304", untested=True, replayable=False, less_work=STATE_ONCE),
+            shared_memory=SCAN_SHARED, untested=True, replayable=False, less_work=STATE_ONCE),
     _kernel("gated_delta_rule_tokens", gated_delta_rule, _delta_tokens, 6.0, 20.0, FLOATS,
             r.at_least("seq", 1, Code.EMPTY_INPUT), r.at_most("seq", 16),
             r.at_most("head_dim", 256), shared_memory=SMALL_SHARED, untested=True,

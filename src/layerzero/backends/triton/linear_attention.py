@@ -17,6 +17,10 @@ from torch import Tensor
 
 from ...ops.gated_delta_rule import L2_EPS
 from .launch import Launcher
+from .machine import device_size
+
+CHUNK = 64                                     # tokens of a matrix product
+MAX_STAGES = 3                                 # of loads in flight, Triton's own number
 
 
 @triton.jit
@@ -219,6 +223,17 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def scan_bytes(block: int, wide: int) -> int:
+    """Returns the shared memory of `scan_kernel` with one stage: the operands of its products."""
+    return 4 * CHUNK * (2 * max(wide, 32) + block)
+
+
+def scan_stages(block: int, wide: int, itemsize: int, room: int) -> int:
+    """Returns how many stages of loads fit; each holds x, B, C and dt of a chunk."""
+    stage = CHUNK * (itemsize * (2 * wide + block) + 32)
+    return max(1, min(MAX_STAGES, 1 + (room - scan_bytes(block, wide)) // stage))
+
+
 def selective_state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
@@ -250,16 +265,17 @@ def mamba_chunk_scan(
     out = torch.empty_like(x)
     last = torch.empty((batch, heads, dim, states), dtype=torch.float32, device=x.device)
     if out.numel():
-        block = min(64, _padded(dim))
+        block, wide = min(64, _padded(dim)), _padded(states)
+        stages = scan_stages(block, wide, x.element_size(), device_size(x.device)[1])
         D_, z_, bias, first = (x if t is None else t.contiguous()
                                for t in (D, z, dt_bias, initial_states))
         _scan((batch * heads, -(-dim // block)), (
             x, dt, A, B, C, D_, z_, bias, first, out, last, seq, heads, groups, float(dt_min),
             torch.finfo(torch.float32).max if dt_max is None else float(dt_max)), {
-            "DIM": dim, "STATE": states, "BLOCK": block, "WIDE": _padded(states), "CHUNK": 64,
+            "DIM": dim, "STATE": states, "BLOCK": block, "WIDE": wide, "CHUNK": CHUNK,
             "SKIP": D is not None, "GATE": z is not None, "BIAS": dt_bias is not None,
             "SOFTPLUS": dt_softplus, "LIMITS": dt_min > 0.0 or dt_max is not None,
-            "FIRST": initial_states is not None, "num_warps": 4})
+            "FIRST": initial_states is not None, "num_warps": 4, "num_stages": stages})
     return (out, last) if return_final_states else out
 
 
@@ -294,5 +310,5 @@ def delta_rule_chunks(
     initial_state: Tensor | None = None, *, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Any:
-    return _delta(_delta_chunk, {"CHUNK": 64}, q, k, v, g, beta, scale, initial_state,
+    return _delta(_delta_chunk, {"CHUNK": CHUNK}, q, k, v, g, beta, scale, initial_state,
                   output_final_state, use_qk_l2norm_in_kernel)

@@ -2,15 +2,18 @@
 
 - `index_calls`: every size just past 2^15 and past 2^16, the others as small as allowed: what is
   counted or indexed in 16 bits shows there. Lengths come with the arguments of the op's cases: only
-  a causal mask, a window or a bias may read a position.
+  a causal mask, a window or a bias may read a position. Then cases of the op with one length past
+  2^16 and all else as they say, for kernels of few queries and shared heads.
 - `rank_calls`: shapes of rows with one to four dimensions, each larger than one.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from .drawn_sizes import (
     counts_of,
     lists_of_lengths,
     open_shapes,
+    shares,
     sizes_of,
 )
 from .generated import MAX_FLOPS, Case, relative_cost
@@ -35,6 +39,8 @@ PAST = 1_200                                   # at most so far past them
 MOST_OF_ONE = WIDTHS[-1] + PAST
 RANKS = (1, 2, 3, 4)
 MOST = {"quick": 12, "full": 400, "stress": 400}       # calls with arguments
+MOST_OF_CASES = {"quick": 5, "full": 64, "stress": 64}  # calls after the op's own cases
+FEW = 8                                        # at most so many queries of a long context
 LOOPS = ("linear_attention", "moe", "sampling")        # families of formulas that go token by token
 
 
@@ -128,6 +134,48 @@ def _with_arguments(op: Op, rng: random.Random, lengths: list[str],
     return chosen
 
 
+def _long_cases(op: Op, most: int) -> list[tuple[str, Case]]:
+    """Returns the op's own cases with few of one length beside many of another, and which one is
+    long: a kernel for one query, or for heads that share keys, accepts no other. Those with the
+    fewest arguments come first, each for two traits that none before it has together."""
+    lengths = [n for n, d in sizes_of(op).items()
+               if type(d) is int and n not in counts_of(op) and n not in features(op)]
+    known = [*map(repr, arguments_of_cases(op))]
+    found: list[tuple[str, Case, Case]] = []
+    for case in op.cases:
+        arguments = {n: v for n, v in case.items() if n not in sizes_of(op)}
+        given = sorted((case[n], n) for n in lengths if n in case)
+        if (len(given) > 1 and repr(arguments) in known and 0 < given[0][0] <= FEW
+                and given[-1][0] > 4 * given[0][0]):
+            found.append((given[-1][1], case, arguments))
+    chosen: list[tuple[str, Case]] = []
+    seen: set[frozenset[Any]] = set()
+    for name, case, extra in sorted(found, key=lambda row: len(row[2])):
+        sizes = {n: case.get(n, d) for n, d in sizes_of(op).items()}
+        traits = [(n, repr(v)) for n, v in extra.items()]
+        traits += [(n, sizes[n]) for n in lengths if n != name]
+        traits += [(many, "shared") for many, few in shares(op) if sizes[many] > sizes[few]]
+        pairs = {frozenset(pair) for pair in combinations(traits, 2)} or {frozenset(traits)}
+        if not pairs <= seen and len(chosen) < most:
+            seen |= pairs
+            chosen.append((name, case))
+    return chosen
+
+
+def _lengthened(op: Op, case: Case, name: str, n: int) -> Case:
+    """Returns a case with `n` of one length, as many of the others and of heads as it says, and
+    rows of eight numbers."""
+    kept = {m: v for m, v in case.items() if m != name and m not in features(op)}
+    sizes = {**_past(op, name, n, 1), **{m: v for m, v in kept.items() if m in sizes_of(op)}}
+    return {**kept, **consistent(op, {**sizes, **_heads(op, case)})}
+
+
+def _heads(op: Op, case: Case) -> dict[str, int]:
+    """Returns the shared heads of a case and those that share them, the defaults among them."""
+    names = {n for pair in shares(op) if not {*pair}.isdisjoint(case) for n in pair}
+    return {n: case.get(n, sizes_of(op)[n]) for n in names}
+
+
 @lru_cache(maxsize=64)
 def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with one size past 2^15 or 2^16, each with others for kernels that demand
@@ -160,6 +208,11 @@ def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
                 calls.append(tuple({**_past(op, name, m, least, few[1], given), **extra}
                                    for m, least in ((n, few[0]), (n // 256 * 256, few[0]), (n, 1))))
             break
+    for name, case in _long_cases(op, MOST_OF_CASES[lane]):
+        n = WIDTHS[-1] + rng.randrange(257, PAST)
+        cost = relative_cost(op, _lengthened(op, case, name, 256)) or math.inf
+        if cost * n / 256 < 2 * MAX_FLOPS and not is_looped(op, name):
+            calls.append(tuple(_lengthened(op, case, name, m) for m in (n, n // 256 * 256)))
     return tuple(calls)
 
 

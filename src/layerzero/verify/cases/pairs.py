@@ -58,7 +58,8 @@ SINGLE_SIZES = 32
 BLOCK = 16                                     # sizes that are paired as they fall
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
 FLOATS = ("float32", "bfloat16")
-_LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
+# sizes, and the dtype, by another name: in cases of their own
+_APART = ("large_pool", "long_table", "far", "out_dtype")
 
 
 class PairCases(NamedTuple):
@@ -81,7 +82,7 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
             if name in levels and value not in levels[name] and not _is_large(value):
                 levels[name].append(value)
     return {name: values for name, values in levels.items()
-            if len(values) > 1 and name not in _LARGE}
+            if len(values) > 1 and name not in _APART}
 
 
 def _is_large(value: Any) -> bool:

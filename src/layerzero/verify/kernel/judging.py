@@ -45,6 +45,14 @@ class Judgement:
     notes: tuple[str, ...] = ()
 
 
+def _judged_as(op: Op, dtype: str, result: Tensor) -> str:
+    """Returns the dtype of the case, or that of a result that an argument asks for coarser."""
+    name, given = str(result.dtype).removeprefix("torch."), getattr(torch, dtype)
+    if name == dtype or name not in op.tolerance.by_dtype or not given.is_floating_point:
+        return dtype
+    return name if torch.finfo(result.dtype).eps > torch.finfo(given).eps else dtype
+
+
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
                  eager: Tensor, even: bool = True, budget: Tensor | None = None,
                  alike: bool = False) -> Judgement:
@@ -64,7 +72,7 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
                                for when in wrong))
     finite = truth.isfinite()
     chosen = None if bool(finite.all()) else finite    # a mask costs more than all else here
-    rtol, atol = op.tolerance.of(dtype)
+    rtol, atol = op.tolerance.of(_judged_as(op, dtype, first))
     want, eager_gap = _masked(truth, chosen), _gap(eager, truth, chosen)
     gaps = [eager_gap if _equal(first, eager) else _gap(first, truth, chosen)]
     gaps += gaps if torch.equal(first, second) else [_gap(second, truth, chosen)]

@@ -24,6 +24,14 @@ import torch
 
 _DENORMAL, _HALF_ULP = 5e-324, 2.0 ** -53
 _MT19937_BYTES = 625 * 4                       # its words and the position in them
+MAX_NAMES, MAX_NAME = 3, 40                    # how many are printed, and how much of each
+
+ENVIRONMENT = "the environment"
+# What torch sets where nobody did: the first when torch._dynamo is imported, which the first call
+# of any custom operator does, the others when Inductor compiles.
+SET_BY_TORCH = frozenset({
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"})
 
 
 class Setting(NamedTuple):
@@ -34,6 +42,39 @@ class Setting(NamedTuple):
     put_back: Callable[[Any], None] | None = None
     slow: bool = False                         # read before and after a case, not around each call
     once: bool = False                         # a first call may change it: only twice is a fault
+    parts: tuple[str, ...] = ()                # names of what it holds, where that is a tuple
+
+    def differences(self, before: Any, after: Any) -> list[str]:
+        """Returns the names of what differs; the setting's own where it holds one thing."""
+        if isinstance(before, dict) and isinstance(after, dict):
+            names = sorted(os.fsdecode(n) for n in before.keys() | after.keys()
+                           if (n in before, before.get(n)) != (n in after, after.get(n)))
+            unset = SET_BY_TORCH.difference(map(os.fsdecode, before))
+            return [n for n in names if self.name != ENVIRONMENT or n not in unset]
+        if self.parts and len(self.parts) == len(before) == len(after):
+            return [n for n, a, b in zip(self.parts, before, after) if a != b]
+        return [self.name]
+
+
+class Changed(str):
+    """A setting that has changed: equal to its name, printed with what differs in it."""
+
+    differences: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, setting: Setting, differences: Sequence[str]) -> Changed:
+        changed = cls(setting.name)
+        changed.differences = () if setting.name in differences else tuple(differences)
+        return changed
+
+    def __str__(self) -> str:
+        shown = [n if len(n) <= MAX_NAME else f"{n[:MAX_NAME]}..." for n in self.differences]
+        more = len(shown) - MAX_NAMES
+        listed = ", ".join(shown[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+        return f"{super().__str__()} ({listed})" if shown else super().__str__()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 def _arithmetic() -> bytes:
@@ -67,7 +108,10 @@ def _environment() -> dict[Any, Any]:
 
 
 def _put_back_environment(before: dict[Any, Any]) -> None:
+    """What torch has set it may have remembered: that stays."""
+    kept = {name: value for name, value in os.environ.items() if name in SET_BY_TORCH}
     os.environ.clear()
+    os.environ.update(kept)
     os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in before.items()})
 
 
@@ -79,15 +123,14 @@ def _put_back_default_device(before: Any) -> None:
     torch.set_default_device(before if before is None else before.device)
 
 
-def _cuda_precision() -> str:
+def _cuda_precision() -> tuple[Any, ...]:
     """Reads TF32 and reduced-precision settings; torch refuses where old and new ways are mixed."""
     try:
-        flags = (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32(),
-                 torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-                 torch._C._get_cublas_allow_bf16_reduced_precision_reduction())
+        return (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32(),
+                torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+                torch._C._get_cublas_allow_bf16_reduced_precision_reduction())
     except RuntimeError as e:
-        return str(e)
-    return repr(flags)
+        return (str(e),)
 
 
 def _newer_precision() -> tuple[Any, ...]:
@@ -193,7 +236,7 @@ def _switch_collector(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
 
-DETERMINISTIC = "deterministic mode"
+DETERMINISTIC, INTERPRETER = "deterministic mode", "the interpreter"
 
 
 def deterministic_mode() -> tuple[bool, bool]:
@@ -206,29 +249,36 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("the default device", _default_device, _put_back_default_device),
     Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
-    Setting("autocast", _autocast, _put_back_autocast),
-    Setting("a mode of torch", _modes),
-    Setting(DETERMINISTIC, deterministic_mode),
+    Setting("autocast", _autocast, _put_back_autocast,
+            parts=("of the CPU", "of CUDA", "its cache")),
+    Setting("a mode of torch", _modes, parts=("function modes", "dispatch modes", "inference mode",
+                                              "anomaly mode")),
+    Setting(DETERMINISTIC, deterministic_mode, parts=("algorithms", "warn only")),
     Setting("the precision of float32 products", torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision),
-    Setting("a TF32 or reduced-precision flag", _cuda_precision),
-    Setting("fp32_precision", _newer_precision),
+    Setting("a TF32 or reduced-precision flag", _cuda_precision, parts=(
+        "TF32 of cuBLAS", "TF32 of cuDNN", "float16 reductions", "bfloat16 reductions")),
+    Setting("fp32_precision", _newer_precision, parts=(
+        "torch.backends", "torch.backends.mkldnn", "torch.backends.mkldnn.matmul")),
     Setting("oneDNN", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     Setting("the engine of quantized products", torch._C._get_qengine, torch._C._set_qengine),
     Setting("a function of torch", _functions, _put_back_functions, slow=True),
     Setting("the mask of new files", _umask, _put_back_umask, slow=True),
     Setting("cuDNN", lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(),
-                              torch._C._get_cudnn_deterministic())),
-    Setting("which of torch's attentions are enabled", _sdpa, _put_back_sdpa),
+                              torch._C._get_cudnn_deterministic()),
+            parts=("enabled", "benchmark", "deterministic")),
+    Setting("which of torch's attentions are enabled", _sdpa, _put_back_sdpa,
+            parts=("flash", "memory-efficient", "math", "cuDNN")),
     Setting("denormals or rounding", _arithmetic, _put_back_arithmetic),
     Setting("the state of torch's random numbers", lambda: torch.get_rng_state().numpy().tobytes(),
             slow=True),
     Setting("the state of Python's random numbers", random.getstate, random.setstate, slow=True),
     Setting("the state of numpy's random numbers", _numpy_random, slow=True),
-    Setting("the environment", _environment, _put_back_environment, slow=True),
+    Setting(ENVIRONMENT, _environment, _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),
-    Setting("the interpreter (recursion limit, folder, locale, signals, module path)",
-            _interpreter),
+    Setting(INTERPRETER, _interpreter, parts=(
+        "recursion limit", "folder", "locale", *(number.name for number in _SIGNALS), "trace",
+        "profile", "excepthook", "module path")),
     Setting("the cores that this thread may use", _cores, _put_back_cores),
     Setting("how often threads are switched", sys.getswitchinterval, sys.setswitchinterval),
     Setting("the warnings that are shown", lambda: list(warnings.filters), _put_back_filters,
@@ -255,8 +305,7 @@ def _settings(device: str) -> tuple[Setting, ...]:
 
 
 # What compiling a kernel may change once: it happens on a first call only.
-COMPILING = ("the environment", "the garbage collector", "the number of Python threads",
-             "the interpreter (recursion limit, folder, locale, signals, module path)")
+COMPILING = (ENVIRONMENT, "the garbage collector", "the number of Python threads", INTERPRETER)
 
 
 def process_state(device: str, slow: bool = True) -> dict[str, Any]:
@@ -266,14 +315,18 @@ def process_state(device: str, slow: bool = True) -> dict[str, Any]:
             if slow or not setting.slow}
 
 
-def put_back(before: dict[str, Any], device: str) -> list[str]:
+def put_back(before: dict[str, Any], device: str) -> Sequence[str]:
     """Returns which parts of the state have changed; those that can be are put back, so that one
     kernel's fault is not held against the next."""
-    changed = [s for s in _settings(device) if s.name in before and s.get() != before[s.name]]
-    for setting in changed:
+    found: list[tuple[Setting, list[str]]] = []
+    for setting in _settings(device):          # all are read before one is put back
+        if setting.name in before and (now := setting.get()) != before[setting.name]:
+            found.append((setting, setting.differences(before[setting.name], now)))
+    found = [(setting, differences) for setting, differences in found if differences]
+    for setting, _ in found:
         if setting.put_back is not None:
             setting.put_back(before[setting.name])
-    return [setting.name for setting in changed]
+    return [Changed.of(setting, differences) for setting, differences in found]
 
 
 # Memory that calls leave behind.

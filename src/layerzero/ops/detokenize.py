@@ -53,14 +53,18 @@ _IDS: tuple[list[int], ...] = (
     [104, 240, 159, 152], [128, 108, 226, 130], [172, 270], [271, 195], [169], [270, 271],
     # around what is left out
     [195, 271, 169, 226, 9999, 130, 172, 272, 240])
+# A text as it is generated: each sequence is the one before and an id more.
+_GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272, 32)
 
 
 def inputs(
-    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0,
+    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, generated: int = 0, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the sequences with these indices, and a small tokenizer."""
+    """Returns the sequences with these indices, or one of which so many ids are `generated`, and a
+    small tokenizer."""
     sequences: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
+    sequences = list(_GENERATED[:generated]) if generated else sequences
     sequences = torch.tensor(sequences) if tensor else sequences
     return {"ids": sequences,
             "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
@@ -74,7 +78,9 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "skip_special_tokens": skip} for ids in (_PARTS, _PARTS[::-1])
       for skip in (True, False)),
     {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
-    {"ids": (2,), "tensor": True})
+    {"ids": (2,), "tensor": True},
+    *({"generated": n, "skip_special_tokens": skip} for skip in (True, False)
+      for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
 MISTAKES: tuple[Mistake, ...] = (replace_argument("convention", "special tokens kept",
                                                         "skip_special_tokens", False),)

@@ -110,20 +110,26 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
 
-@lru_cache(maxsize=8)
-def _tiny_tokenizer(template: bool, pad: bool) -> TokenizerHandle:
+# A text as it is typed, or as a dialogue grows: each is the one before and a piece more, which goes
+# on with a word, a number, a special token, spaces or a character of several code points.
+_TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <", "s>hel", "lo</", "s",
+          "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
+
+
+@lru_cache(maxsize=16)
+def _tiny_tokenizer(template: bool, pad: bool, variant: str) -> TokenizerHandle:
     """Returns the same one for all calls, as callers have it: what is kept of it may be stale."""
-    return from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
+    return from_json(json.dumps(tiny_tokenizer(template, pad, variant=variant)), "tiny_tokenizer")
 
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    ending: str = "", beginning: str = "long", seed: int = 0, dtype: torch.dtype = torch.int64,
-    device: str = "cpu", **options: Any,
+    variant: str = "", typed: int = 0, ending: str = "", beginning: str = "long", seed: int = 0,
+    dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices, or `random` random ones, or one with this beginning
-    and ending, and a small tokenizer."""
-    tokenizer = _tiny_tokenizer(template, pad)
+    and ending, or one of which so many pieces are `typed`, and a small tokenizer."""
+    tokenizer = _tiny_tokenizer(template, pad, variant)
     texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
     if random:
         gen = torch.Generator().manual_seed(seed)
@@ -131,9 +137,13 @@ def inputs(
                  for n in range(random)]
     if ending:
         texts = "the hell " * (79 if beginning == "long" else 3) + ending
+    if typed:
+        texts = "".join(_TYPED[:typed])
+        texts = "the hell " * 79 + texts if beginning == "typed on" else texts
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
+VARIANTS = ("prefixed", "trimmed", "whole words", "nested")
 _ALL = tuple(range(9))
 _PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (
@@ -165,6 +175,18 @@ CASES: tuple[dict[str, Any], ...] = (
         {"parse_special": False}, {"parse_special": True}, {"template": True},
         {"template": True, "add_special_tokens": False}, {"return_offsets": True},
         {"truncation": True, "max_length": 9})),
+    # each text goes on where the one before ended, and then loses its end again
+    *({"typed": n, "beginning": beginning, "cache_prefix": True}
+      for beginning in ("short", "typed on")
+      for n in (*range(1, len(_TYPED) + 1), *range(len(_TYPED) - 3, 0, -4))),
+    *({"typed": n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
+    # tokenizers that treat spaces, words and added tokens otherwise
+    *({"text": text, "variant": variant, "return_offsets": True} for variant in VARIANTS
+      for text in (_ALL, _PARTS)),
+    *({"text": _ALL, "variant": variant, "template": True, "parse_special": False,
+       "truncation": True, "max_length": 6, "return_offsets": True} for variant in VARIANTS),
+    *({"ending": ending, "variant": variant, "cache_prefix": True} for variant in VARIANTS
+      for ending in _ENDINGS[1:4]),
 )
 
 STRESS: tuple[dict[str, Any], ...] = (

@@ -15,7 +15,14 @@ from functools import cached_property
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import CaseResult
-from .altered_references import CLASS_OF_ARGUMENT, class_of, explain_by_mistake, scale_mistake
+from .altered_references import (
+    CLASS_OF_ARGUMENT,
+    class_of,
+    explain_by_mistake,
+    meaning_of,
+    scale_mistake,
+)
+from .call_orders import depends_on_earlier_calls
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
@@ -37,6 +44,7 @@ from .reruns import (
     plain_failures,
     row_dim,
 )
+from .size_reruns import explain_by_growth, explain_by_remainder, is_wrong_whenever_given
 from .value_reruns import (
     explain_by_factor,
     explain_by_finiteness,
@@ -190,6 +198,14 @@ def _by_direction(e: Evidence) -> Explanation | None:
     return "gradient" if wrong else "unknown", f"wrong where gradients are recorded: {e.detail}"
 
 
+def _by_call_order(e: Evidence) -> Explanation | None:
+    if not depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device):
+        return None
+    # memory that is used again looks like something that was kept
+    return explain_by_memory(e.kernel, e.forward, e.device) or (
+        "state", f"right after some calls, wrong after others: {e.detail}")
+
+
 def _by_heads(e: Evidence) -> Explanation | None:
     return explain_by_heads(e.kernel, e.forward, e.device)
 
@@ -326,11 +342,26 @@ def _by_arguments(e: Evidence) -> Explanation | None:
     if "float32" not in e.dtypes or not (e.distinguished
                                          or any(r.error >= 0.05 for r in e.forward)):
         return None
-    kinds = {class_of(name, "unknown") for name in e.arguments}
+    kinds = {class_of(name, "") or _meaning(e, name) for name in e.arguments}
     # of arguments that go together each one mends it, whichever is wrong
     return kinds.pop() if len(kinds) == 1 else "unknown", (
         f"right without {' or without '.join(e.arguments)} (left out, or one), in float32 too "
         f"wrong with it: {e.detail}")
+
+
+def _meaning(e: Evidence, name: str) -> str:
+    """Returns what an argument speaks of if the kernel means something else by it: if it is wrong
+    whenever the argument matters, whatever the sizes and the numbers."""
+    wrong = is_wrong_whenever_given(e.kernel, e.forward, name.split(" and "), e.device)
+    return meaning_of(e.op, name) if wrong else "unknown"
+
+
+def _by_one_size(e: Evidence) -> Explanation | None:
+    """By what another size mends; tokens that are drawn differ with every size."""
+    if e.op.family == "sampling" or e.is_slight:
+        return None
+    return (explain_by_remainder(e.kernel, e.forward, e.device)
+            or explain_by_growth(e.kernel, e.forward, e.device))
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:
@@ -363,10 +394,10 @@ def _by_draws(e: Evidence) -> Explanation | None:
 
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
-    _by_complaint, _by_direction, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
+    _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
     _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance, _by_forward_complaint,
-    _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
-    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor)
+    _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_one_size,
+    _by_arguments, _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

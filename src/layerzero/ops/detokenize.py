@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..spec.grid import bucket_top
-from ..spec.mistake import Mistake
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
 from .formulas.common import READS_ON_HOST
@@ -54,7 +55,8 @@ _IDS: tuple[list[int], ...] = (
     # around what is left out
     [195, 271, 169, 226, 9999, 130, 172, 272, 240])
 # A text as it is generated: each sequence is the one before and an id more.
-_GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272, 32)
+_GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
+              32)
 
 
 def inputs(
@@ -82,8 +84,30 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"generated": n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
-MISTAKES: tuple[Mistake, ...] = (replace_argument("convention", "special tokens kept",
-                                                        "skip_special_tokens", False),)
+# Mistakes that a kernel for this op could make.
+
+def _by_sequence(
+    change: Callable[[Callable[[Any], str], list[int]], str],
+) -> Callable[[Any, Values], Results]:
+    """Applies `change(decode, ids)` to each sequence of a call."""
+    def apply(op: Any, v: Values) -> Results:
+        sequences, _ = read_sequences(v["ids"])
+        return Results(tuple(change(lambda ids: op.reference(**{**v, "ids": ids}), list(sequence))
+                             for sequence in sequences))
+
+    return apply
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    replace_argument("convention", "special tokens kept", "skip_special_tokens", False),
+    Mistake("convention", "each id decoded by itself", _by_sequence(
+        lambda decode, ids: "".join(decode([i]) for i in ids))),
+    Mistake("convention", "bytes that are no character left out at the end", _by_sequence(
+        lambda decode, ids: decode(ids).rstrip("\ufffd"))),
+    Mistake("convention", "bytes that are no character left out", _by_sequence(
+        lambda decode, ids: decode(ids).replace("\ufffd", ""))),
+    Mistake("convention", "white space stripped", _by_sequence(
+        lambda decode, ids: decode(ids).strip())))
 
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,

@@ -112,8 +112,8 @@ _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
 # A text as it is typed, or as a dialogue grows: each is the one before and a piece more, which goes
 # on with a word, a number, a special token, spaces or a character of several code points.
-_TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <", "s>hel", "lo</", "s",
-          "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
+_TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <", "s>hel", "lo</",
+          "s", "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
 
 
 @lru_cache(maxsize=16)
@@ -212,7 +212,35 @@ def _change_offsets(
     return apply
 
 
+def _change_masks(change: Callable[[list[int]], list[int]]) -> Callable[[Any, Values],
+                                                                        Results | None]:
+    def apply(op: Any, v: Values) -> Results | None:
+        out = op.reference(**v)
+        masks = out.attention_mask
+        if masks is None:
+            return None
+        changed = change(masks) if isinstance(v["text"], str) else [change(m) for m in masks]
+        return Results((replace(out, attention_mask=changed),))
+
+    return apply
+
+
+def _uncounted_special_tokens(op: Any, v: Values) -> Values | None:
+    added = len(op.reference(**{**v, "text": "", "padding": False}).ids)
+    return {**v, "max_length": v["max_length"] + added} if v["max_length"] and added else None
+
+
 MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the attention mask of padding on the other side",
+            _change_masks(lambda mask: mask[::-1])),
+    Mistake("convention", "padding marked as text", _change_masks(lambda mask: [1] * len(mask))),
+    Mistake("convention", "a length that added special tokens do not count for",
+            _uncounted_special_tokens),
+    replace_argument("convention", "special tokens of the text taken otherwise", "parse_special",
+                     lambda v: not v["parse_special"]),
+    Mistake("convention", "offsets in units of UTF-16", _change_offsets(
+        lambda t, s: (len(t[:s[0]].encode("utf-16-le")) // 2,
+                      len(t[:s[1]].encode("utf-16-le")) // 2))),
     Mistake("convention", "offsets one too far",
                _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
     Mistake("convention", "offsets in bytes, not characters", _change_offsets(

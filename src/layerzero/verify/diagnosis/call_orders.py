@@ -4,9 +4,11 @@ others depends on what the kernel keeps of them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
@@ -49,6 +51,16 @@ def _earlier_calls(kernel: Kernel, r: CaseResult, results: Sequence[CaseResult],
     yield [values(r, 1001), values(r, 1002)]
     yield [values(other) for other in plain[max(at - 2, 0):at]]
     yield [values(other) for other in plain[:2] if other.case != r.case]
+    # what is kept by sizes is lost or replaced after calls of other sizes
+    others = (other for other in plain if other.passed
+              and _shape(kernel, other, device) != _shape(kernel, r, device))
+    yield from ([values(other)] for other in islice(others, 2))
+
+
+def _shape(kernel: Kernel, r: CaseResult, device: str) -> Any:
+    """Returns the shape of the main tensor."""
+    t = case_values(kernel.op, r.case, r.dtype, device, r.seed).get(kernel.op.main_tensor)
+    return t.shape if isinstance(t, Tensor) else ()
 
 
 def _is_right_after(kernel: Kernel, before: Sequence[Call], values: Call, dtype: str) -> bool:

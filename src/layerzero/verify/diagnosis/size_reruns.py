@@ -70,8 +70,8 @@ def _sizes(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
             yield name, size, lambda n, name=name: {**case, name: n}  # type: ignore[misc]
         elif type(size) is tuple and size and all(type(i) is int for i in size):
             for n in sorted(set(size), reverse=True)[:4]:
-                yield name, n, lambda m, name=name, count=len(size): {  # type: ignore[misc]
-                    **case, name: (m,) * count}
+                yield name, n, lambda m, name=name, size=size: {  # type: ignore[misc]
+                    **case, name: (m,) * len(size)}
             if len(size) > 1 and name not in lists_of_lengths(op):
                 yield name, size[-1], lambda m, name=name, first=size[:-1]: {  # type: ignore[misc]
                     **case, name: (*first, m)}
@@ -114,10 +114,22 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
 
 def explain_by_growth(kernel: Kernel, failed: Sequence[CaseResult],
                       device: str) -> tuple[str, str] | None:
-    """Explains calls that are right with a size that is two, four and eight times smaller, though
-    every argument they are given matters there too."""
+    """Explains calls that are right where a size is several times smaller, though every argument
+    they are given matters there too."""
+    return _by_side(kernel, failed, device, _growth)
+
+
+def explain_by_shortness(kernel: Kernel, failed: Sequence[CaseResult],
+                         device: str) -> tuple[str, str] | None:
+    """Explains calls of which a size is so small that they are wrong, with arguments that matter
+    where it is larger, and that are right there."""
+    return _by_side(kernel, failed, device, _shortness)
+
+
+def _by_side(kernel: Kernel, failed: Sequence[CaseResult], device: str,
+             side: Callable[[Reruns, Op, CaseResult, str], str]) -> tuple[str, str] | None:
     sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    growths = [_growth(Reruns(kernel, device), kernel.op, r, device) for r in sample]
+    growths = [side(Reruns(kernel, device), kernel.op, r, device) for r in sample]
     if not sample or not all(growths):
         return None
     return "sizes", f"{growths[0]}: {failed[0].detail}"
@@ -125,14 +137,25 @@ def explain_by_growth(kernel: Kernel, failed: Sequence[CaseResult],
 
 def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
     for name, n, sized in _sizes(op, r.case):
-        smaller = [n // by for by in (2, 4, 8)]
-        if smaller[-1] < 4 or not reruns.all_are(False, [sized(n), sized(n + 1)], r.dtype, r.seed,
+        smaller = [m for m in (n >> by for by in range(1, 8)) if m >= 4]
+        if len(smaller) < 2 or not reruns.all_are(False, [sized(n), sized(n + 1)], r.dtype, r.seed,
                                                  SEEDS[:2]):
             continue
         right = [m for m in smaller if reruns.all_are(True, [sized(m)], r.dtype, r.seed)]
         if right == smaller[-len(right):] and len(right) > 1 and all(
                 _all_matter(op, sized(m), r, device) for m in right):
             return f"wrong where {name} is {n}, right where it is {', '.join(map(str, right))}"
+    return ""
+
+
+def _shortness(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
+    for name, n, sized in _sizes(op, r.case):
+        larger = [m for m in (8, 16, 33, 64) if m > 2 * n]
+        if len(larger) < 3 or not reruns.all_are(False, [sized(n)], r.dtype, r.seed):
+            continue
+        if (reruns.all_are(True, [sized(m) for m in larger], r.dtype, r.seed)
+                and all(_all_matter(op, sized(m), r, device) for m in larger)):
+            return f"wrong where {name} is {n}, right where it is {', '.join(map(str, larger))}"
     return ""
 
 
@@ -166,8 +189,9 @@ def _other_sizes(op: Op, case: Case) -> Iterator[dict[str, Any]]:
         yield plain
     shared = {name for pair in shares(op) for name in pair}
     for name, default in numbers_of(op).items():
-        if name in sizes and name not in shared and type(default) is int and default > 1:
-            yield {**case, name: 2 * int(case.get(name, default)) + 5}
+        size = case.get(name, default)
+        if name in sizes and name not in shared and type(size) is int and size > 1:
+            yield {**case, name: 2 * size + 5}
 
 
 def _is_wrong_by(kernel: Kernel, case: Case, dtype: str, seed: int, names: Sequence[str],

@@ -34,6 +34,7 @@ from .drawn_sizes import (
     draw_sizes,
     drawn_calls,
     lists_of_lengths,
+    open_shapes,
     sizes_of,
     small_draw,
 )
@@ -55,6 +56,8 @@ LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
 HALVED = ("attention", *LOOPS)                # of their remainders a quick seed meets half
 SINGLE_SIZES = 32
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
+ONES = {"quick": 500, "full": 2000, "stress": 2000}
+_LEFT_OUT = ("extreme", "stride", "memory")    # of which other checks have every one
 FLOATS = ("float32", "bfloat16")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
@@ -217,9 +220,34 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+    yield "one and two beside each argument", ones_beside_arguments(op, lane, seed)
     yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
     yield from index_and_rank_calls(op, lane, seed)
+
+
+def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
+    """Returns calls with one value of an argument, or the arguments of one case, and one size that
+    is one or two, the others small: a path for one row or one query has its own idea of what an
+    argument says of positions. In the quick lane half of those with two, and of batches and heads
+    half of those with one."""
+    levels, rng = argument_levels(op), random.Random(f"ones {op.name} {seed}")
+    small, lists = small_sizes(op), lists_of_lengths(op)
+    single = [{n: v} for n, values in levels.items() if n not in (*lists, *_LEFT_OUT)
+              for v in values[1:]]
+    of_cases = [o for o in arguments_of_cases(op) if o and not o.keys() & {*_LEFT_OUT}]
+    options = list({repr(o): o for o in (*single, *of_cases)}.values())
+    calls: list[list[Case]] = []
+    for option, name, n in product(options, sizes_of(op), (1, 2)):
+        is_count = name in counts_of(op) and name not in open_shapes(op)
+        if name in option or name not in small or (lane == "quick" and (
+                (n == 2 and is_count) or ((n == 2 or is_count) and rng.random() < 0.5))):
+            continue
+        size = n if type(small[name]) is int else (n,) * len(small[name])
+        calls.append([consistent(op, {**small, **option, name: size})])
+    rng.shuffle(calls)
+    # making a BlockMask costs more than a call
+    return calls[:ONES[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)]
 
 
 def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:

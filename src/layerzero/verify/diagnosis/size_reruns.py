@@ -81,12 +81,20 @@ def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult],
                          device: str) -> tuple[str, str] | None:
     """Explains calls that are wrong at a size, and at that size and one or two periods more, and
     right at a size between them, and as many periods after it."""
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
-    periods = [_period(Reruns(kernel, device), kernel.op, r) for r in sample]
+    reruns = Reruns(kernel, device)
+    periods = [_period(Reruns(kernel, device), kernel.op, r) for r in _steady(reruns, failed)]
     known = [text for text in periods if text]
     if not known or 3 * len(known) < 2 * len(periods):
         return None
     return "sizes", f"{known[0]}: {failed[0].detail}"
+
+
+def _steady(reruns: Reruns, failed: Sequence[CaseResult]) -> list[CaseResult]:
+    """Samples failing calls that fail with other numbers too."""
+    plain = [r for r in failed if not r.circumstance]
+    sample = sample_failures(plain, 3)
+    return [r for r in (sample if len(sample) > 1 else plain[:3])
+            if reruns.all_are(False, [r.case], r.dtype, r.seed)]
 
 
 def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
@@ -128,7 +136,7 @@ def explain_by_shortness(kernel: Kernel, failed: Sequence[CaseResult],
 
 def _by_side(kernel: Kernel, failed: Sequence[CaseResult], device: str,
              side: Callable[[Reruns, Op, CaseResult, str], str]) -> tuple[str, str] | None:
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    sample = _steady(Reruns(kernel, device), failed)
     growths = [side(Reruns(kernel, device), kernel.op, r, device) for r in sample]
     if not sample or not all(growths):
         return None

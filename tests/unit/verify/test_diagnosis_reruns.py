@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_each_typed_text_changes_tokens_that_the_one_before_had() -> None:
     texts = [case_values(TOKENIZE, case, "int64", "cpu", 0) for case in TOKENIZE.cases
              if case.get("typed") and case.get("cache_prefix")]
     changed = 0
-    for before, after in zip(texts, texts[1:]):
+    for before, after in pairwise(texts):
         if not after["text"].startswith(before["text"]):
             continue
         old, new = (TOKENIZE.reference(**v).ids for v in (before, after))

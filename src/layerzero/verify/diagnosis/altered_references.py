@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.facts import dtype_name
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.mistake import Mistake, Results
@@ -124,19 +125,20 @@ def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
                 **v, n: v[n].transpose(-1, -2)})
         for dtype in _BYTES if t.dtype in _BYTES else ():
             if dtype != t.dtype:
-                yield Mistake(kind(name), f"{name} read as {str(dtype).removeprefix('torch.')}",
-                              partial(_read_as, values, t.dtype, dtype))
+                alike = [n for n in tables if values[n].dtype == t.dtype]
+                for names in ([name], alike) if len(alike) > 1 else ([name],):
+                    yield Mistake(
+                        kind(name), f"{' and '.join(names)} read as {dtype_name(dtype)}",
+                        partial(_read_as, {n: values[n] for n in names}, dtype))
 
 
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
-def _read_as(values: Mapping[str, Any], was: torch.dtype, dtype: torch.dtype, op: Op,
+def _read_as(codes: Mapping[str, Tensor], dtype: torch.dtype, op: Op,
              v: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call with all codes of one type taken for those of another, as those of the caches
-    of keys and of values are together."""
-    return {**v, **upcast({n: t.contiguous().view(dtype) for n, t in values.items()
-                           if isinstance(t, Tensor) and t.dtype == was})}
+    """Returns a call with codes of one type taken for those of another."""
+    return {**v, **upcast({n: t.contiguous().view(dtype) for n, t in codes.items()})}
 
 
 def scale_mistake(kernel: Kernel, failed: Sequence[CaseResult],

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
-from ..kernel.contract import CaseResult, call, case_values, refusals
+from ..cases.drawn_sizes import allowed_facts
+from ..kernel.case_sizes import numbers_of
+from ..kernel.contract import CaseResult, call, case_refusals, case_values, refusals
 from .reruns import is_right, sample_failures
 
 Call = dict[str, Any]
@@ -24,6 +26,35 @@ def depends_on_earlier_calls(kernel: Kernel, failed: Sequence[CaseResult],
     it is tried?"""
     plain = [r for r in failed if not r.circumstance]
     return any(_depends(kernel, r, results, device) for r in sample_failures(plain, 2))
+
+
+def keeps_by_shape(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is the first call of new sizes right and the next of the same sizes with other numbers wrong,
+    whichever numbers come first?"""
+    for r in sample_failures(failed, 2):
+        new = islice(_new_sizes(kernel, r, device), 2)
+        if [_is_kept(kernel, values, r.dtype, order) for values, order in zip(new, (1, -1))] \
+                == [True, True]:
+            return True
+    return False
+
+
+def _new_sizes(kernel: Kernel, r: CaseResult, device: str) -> Iterator[Call]:
+    """Yields calls in sizes that hardly any case has."""
+    for name, size in numbers_of(kernel.op).items():
+        for n in (43, 59) if type(r.case.get(name, size)) is int else ():
+            case = {**r.case, name: n}
+            if (allowed_facts(kernel.op, case, r.dtype, r.seed) is not None
+                    and not case_refusals(kernel, case, r.dtype, device, r.seed)):
+                yield case_values(kernel.op, case, r.dtype, device, r.seed)
+
+
+def _is_kept(kernel: Kernel, values: Call, dtype: str, order: int) -> bool:
+    main = values.get(kernel.op.main_tensor)
+    if not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1:
+        return False
+    both = [values, {**values, kernel.op.main_tensor: main * 1.25}][::order]
+    return [is_right(kernel, v, dtype) for v in both] == [True, False]
 
 
 def _depends(kernel: Kernel, r: CaseResult, results: Sequence[CaseResult], device: str) -> bool:

@@ -22,7 +22,7 @@ from .altered_references import (
     meaning_of,
     scale_mistake,
 )
-from .call_orders import depends_on_earlier_calls
+from .call_orders import depends_on_earlier_calls, keeps_by_shape
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
@@ -205,7 +205,8 @@ def _by_direction(e: Evidence) -> Explanation | None:
 
 
 def _by_call_order(e: Evidence) -> Explanation | None:
-    if not depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device):
+    if not (depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device)
+            or e.ask(keeps_by_shape)):
         return None
     # memory that is used again looks like something that was kept
     return explain_by_memory(e.kernel, e.forward, e.device) or (

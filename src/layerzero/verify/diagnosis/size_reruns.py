@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +78,10 @@ def _sizes(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
             if len(size) > 1 and name not in lists_of_lengths(op):
                 yield name, size[-1], lambda m, name=name, first=size[:-1]: {  # type: ignore[misc]
                     **case, name: (*first, m)}
+    lengths = {n: sizes[n] for n in lists_of_lengths(op) if n in sizes}
+    if lengths:
+        yield "the number of sequences", min(map(len, lengths.values())), lambda m: {
+            **case, **{n: (*islice(cycle(size), m),) for n, size in lengths.items()}}
 
 
 def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult],

@@ -210,6 +210,8 @@ def _other_sizes(op: Op, case: Case) -> Iterator[dict[str, Any]]:
         size = case.get(name, default)
         if name in sizes and name not in shared and type(size) is int and size > 1:
             yield {**case, name: 2 * size + 5}
+        elif name in sizes and type(size) is tuple and size:
+            yield {**case, name: (*size[:-1], 2 * size[-1] + 5)}
 
 
 def _is_wrong_by(kernel: Kernel, case: Case, dtype: str, seed: int, names: Sequence[str],

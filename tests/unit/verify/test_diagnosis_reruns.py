@@ -50,6 +50,18 @@ def test_what_is_right_where_two_sizes_are_equal_has_no_period() -> None:
     assert found.kind != "sizes"
 
 
+def test_what_is_wrong_for_several_groups_has_no_period() -> None:
+    def body(v: Values) -> Any:
+        zeros = v["zeros"]
+        if zeros is not None and zeros.dim() == 2 and zeros.shape[1] > 1:
+            zeros = zeros.clone()
+            zeros[:, -1] = 0
+        return QUANTIZED_LINEAR.reference(**{**v, "zeros": zeros})
+
+    cases = ({"format": "int4", "symmetric": False, "group": n} for n in (0, 32))
+    assert named(QUANTIZED_LINEAR, body, *cases).kind in ("convention", "scale", "unknown")
+
+
 def test_a_table_that_ends_is_a_matter_of_sizes() -> None:
     def body(v: Values) -> Any:
         d = torch.arange(v["seq_k"]) - torch.arange(v["seq_q"])[:, None]

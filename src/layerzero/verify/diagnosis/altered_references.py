@@ -32,10 +32,8 @@ def class_of(name: str, otherwise: str) -> str:
     return next((kind for part, kind in CLASS_OF_ARGUMENT if part in name), otherwise)
 
 
-def meaning_of(op: Op, name: str) -> str:
+def meaning_of(name: str) -> str:
     """Returns the class of a kernel that means something else by this argument."""
-    if op.family == "sampling":
-        return "distribution"
     return "scale" if name == "scale" else class_of(name, "convention")
 
 

@@ -370,7 +370,9 @@ def _meaning(e: Evidence, name: str) -> str:
     whenever the argument matters, whatever the sizes and the numbers."""
     if not is_wrong_whenever_given(e.kernel, e.forward, name.split(" and "), e.device):
         return "unknown"
-    return "invariance" if e.ask(mixes_rows) else meaning_of(e.op, name)
+    if e.op.family == "sampling":
+        return "distribution" if e.ask(draws_others) else "convention"
+    return "invariance" if e.ask(mixes_rows) else meaning_of(name)
 
 
 def _by_one_size(e: Evidence) -> Explanation | None:

@@ -117,8 +117,8 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
         for period in PERIODS:
             if n + 2 * period > 4 * n + 256 or at(n + period) is not False:
                 continue
-            # of a few remainders: what is right in one of them is so again
-            for u in dict.fromkeys(u for u in right if (u - n) % period):
+            # between the wrong ones: what is right from a size on has no period
+            for u in dict.fromkeys(n + (u - n) % period for u in right if (u - n) % period):
                 wrong, others = ([sized(m + k * period) for k in range(3)] for m in (n, u))
                 if (reruns.all_are(False, wrong, r.dtype, r.seed)
                         and reruns.all_are(True, others, r.dtype, r.seed)):

@@ -59,14 +59,17 @@ _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 13
               32)
 
 
+def _sequence(index: int) -> list[int]:
+    return _IDS[index] if index >= 0 else list(_GENERATED[:-index])
+
+
 def inputs(
-    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, generated: int = 0, seed: int = 0,
+    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the sequences with these indices, or one of which so many ids are `generated`, and a
+    """Returns the sequences with these indices (-n: the first n ids that are generated), and a
     small tokenizer."""
-    sequences: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
-    sequences = list(_GENERATED[:generated]) if generated else sequences
+    sequences: Any = _sequence(ids) if isinstance(ids, int) else [_sequence(i) for i in ids]
     sequences = torch.tensor(sequences) if tensor else sequences
     return {"ids": sequences,
             "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
@@ -81,7 +84,7 @@ CASES: tuple[dict[str, Any], ...] = (
       for skip in (True, False)),
     {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
     {"ids": (2,), "tensor": True},
-    *({"generated": n, "skip_special_tokens": skip} for skip in (True, False)
+    *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
 # Mistakes that a kernel for this op could make.

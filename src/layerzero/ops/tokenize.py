@@ -122,24 +122,27 @@ def _tiny_tokenizer(template: bool, pad: bool, variant: str) -> TokenizerHandle:
     return from_json(json.dumps(tiny_tokenizer(template, pad, variant=variant)), "tiny_tokenizer")
 
 
+def _text(index: int, prefix: str) -> str:
+    return _TEXTS[index] if index >= 0 else prefix + "".join(_TYPED[:-index])
+
+
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    variant: str = "", typed: int = 0, ending: str = "", beginning: str = "long", seed: int = 0,
+    variant: str = "", ending: str = "", beginning: str = "long", seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the texts with these indices, or `random` random ones, or one with this beginning
-    and ending, or one of which so many pieces are `typed`, and a small tokenizer."""
+    """Returns the texts with these indices (-n: the first n pieces of what is typed), or `random`
+    random ones, or one with this beginning and ending, and a small tokenizer."""
     tokenizer = _tiny_tokenizer(template, pad, variant)
-    texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
+    prefix = "the hell " * 79 if beginning == "long" else ""
+    texts = (_text(text, prefix) if isinstance(text, int)
+             else [_text(i, prefix) for i in text])
     if random:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
                  for n in range(random)]
     if ending:
         texts = "the hell " * (79 if beginning == "long" else 3) + ending
-    if typed:
-        texts = "".join(_TYPED[:typed])
-        texts = "the hell " * 79 + texts if beginning == "typed on" else texts
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
@@ -176,10 +179,9 @@ CASES: tuple[dict[str, Any], ...] = (
         {"template": True, "add_special_tokens": False}, {"return_offsets": True},
         {"truncation": True, "max_length": 9})),
     # each text goes on where the one before ended, and then loses its end again
-    *({"typed": n, "beginning": beginning, "cache_prefix": True}
-      for beginning in ("short", "typed on")
+    *({"text": -n, "beginning": beginning, "cache_prefix": True} for beginning in ("short", "long")
       for n in (*range(1, len(_TYPED) + 1), *range(len(_TYPED) - 3, 0, -4))),
-    *({"typed": n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
+    *({"text": -n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
     # tokenizers that treat spaces, words and added tokens otherwise
     *({"text": text, "variant": variant, "return_offsets": True} for variant in VARIANTS
       for text in (_ALL, _PARTS)),

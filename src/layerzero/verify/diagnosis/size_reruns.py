@@ -2,7 +2,8 @@
 for some remainders of a size, or from a size on, is right between them or before it.
 
 What is wrong by an argument is wrong in all sizes in which the argument matters; what is wrong
-where two sizes are equal, or where one exceeds another, does not come back with a period.
+where two sizes are equal, or where one exceeds another, does not come back with a period, and
+another size mends it or makes it wrong too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..kernel.contract import CaseResult, case_refusals, case_values, formula
 from .reruns import is_right, sample_failures
 
 PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-LIMIT_S = 3.0                                  # of reruns
+LIMIT_S = 4.0                                  # of CPU time for reruns
 SEEDS = (0, 1001, 1002)                        # added to that of the case
 
 
@@ -32,14 +33,15 @@ class Reruns:
     """Remembers which calls of a kernel are right, and stops asking after LIMIT_S."""
 
     def __init__(self, kernel: Kernel, device: str) -> None:
-        self.kernel, self.device, self.end = kernel, device, time.monotonic() + LIMIT_S
+        self.kernel, self.device, self.end = kernel, device, time.process_time() + LIMIT_S
         self.known: dict[tuple[str, str, int], bool | None] = {}
 
     def verdict(self, case: Case, dtype: str, seed: int) -> bool | None:
         """Is such a call right? None where the contract or the kernel does not allow it."""
         key = repr(sorted(case.items())), dtype, seed
         if key not in self.known:
-            self.known[key] = None if time.monotonic() > self.end else self._ask(case, dtype, seed)
+            self.known[key] = (None if time.process_time() > self.end
+                               else self._ask(case, dtype, seed))
         return self.known[key]
 
     def _ask(self, case: Case, dtype: str, seed: int) -> bool | None:
@@ -89,7 +91,7 @@ def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult],
     """Explains calls that are wrong at a size, and at that size and one or two periods more, and
     right at a size between them, and as many periods after it."""
     reruns = Reruns(kernel, device)
-    periods = [_period(Reruns(kernel, device), kernel.op, r) for r in _steady(reruns, failed)]
+    periods = [_period(reruns, kernel.op, r) for r in _steady(reruns, failed)]
     known = [text for text in periods if text]
     if not known or 3 * len(known) < 2 * len(periods):
         return None
@@ -143,8 +145,9 @@ def explain_by_shortness(kernel: Kernel, failed: Sequence[CaseResult],
 
 def _by_side(kernel: Kernel, failed: Sequence[CaseResult], device: str,
              side: Callable[[Reruns, Op, CaseResult, str], str]) -> tuple[str, str] | None:
-    sample = _steady(Reruns(kernel, device), failed)
-    growths = [side(Reruns(kernel, device), kernel.op, r, device) for r in sample]
+    reruns = Reruns(kernel, device)
+    sample = _steady(reruns, failed)
+    growths = [side(reruns, kernel.op, r, device) for r in sample]
     if not sample or not all(growths):
         return None
     return "sizes", f"{growths[0]}: {failed[0].detail}"
@@ -158,7 +161,9 @@ def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
             continue
         right = [m for m in smaller if reruns.all_are(True, [sized(m)], r.dtype, r.seed)]
         if right == smaller[-len(right):] and len(right) > 1 and all(
-                _all_matter(op, sized(m), r, device) for m in right):
+                _all_matter(op, sized(m), r, device) for m in right) and not any(
+                reruns.verdict(other(max(right[0] // 3, 1)), r.dtype, r.seed) is False
+                for others, _, other in _sizes(op, sized(right[0])) if others != name):
             return f"wrong where {name} is {n}, right where it is {', '.join(map(str, right))}"
     return ""
 
@@ -169,7 +174,10 @@ def _shortness(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
         if len(larger) < 3 or not reruns.all_are(False, [sized(n)], r.dtype, r.seed):
             continue
         if (reruns.all_are(True, [sized(m) for m in larger], r.dtype, r.seed)
-                and all(_all_matter(op, sized(m), r, device) for m in larger)):
+                and all(_all_matter(op, sized(m), r, device) for m in larger)
+                and not any(reruns.verdict(other(max(n // 2, 1)), r.dtype, r.seed)
+                            for others, size, other in _sizes(op, r.case)
+                            if others != name and size > n)):
             return f"wrong where {name} is {n}, right where it is {', '.join(map(str, larger))}"
     return ""
 

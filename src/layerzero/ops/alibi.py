@@ -23,7 +23,7 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
 from .formulas.common import FLOATS, position_terms
-from .formulas.mistakes import flip_alignment, replace_argument
+from .formulas.mistakes import change_results, flip_alignment, replace_argument
 
 
 def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
@@ -76,10 +76,18 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "causal_align='bottom_right'.",
             CausalAlignmentWarning, stacklevel=6)
 
+def _signed_distance(v: Any, out: tuple[Any, ...]) -> Any:
+    """The bias of keys behind the query with the other sign."""
+    offset = v["seq_k"] - v["seq_q"] if v["causal_align"] == "bottom_right" else 0
+    later = torch.ones_like(out[0], dtype=torch.bool).triu(1 + offset)
+    return None if v["is_causal"] else (torch.where(later, -out[0], out[0]),)
+
+
 MISTAKES: tuple[Mistake, ...] = (
     Mistake("alignment", "the diagonal at the other corner", flip_alignment),
     replace_argument("mask", "causality ignored", "is_causal", False),
-    replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
+    replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]),
+    change_results("position bias", "later keys at a negative distance", _signed_distance))
 
 STRESS: tuple[dict[str, Any], ...] = ({"heads": 1, "sq": 3, "sk": 66_013},)
 

@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..spec.grid import bucket_top
-from ..spec.mistake import Mistake
+from ..spec.mistake import Mistake, Results, Values
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
 from .formulas.common import READS_ON_HOST
@@ -53,14 +54,22 @@ _IDS: tuple[list[int], ...] = (
     [104, 240, 159, 152], [128, 108, 226, 130], [172, 270], [271, 195], [169], [270, 271],
     # around what is left out
     [195, 271, 169, 226, 9999, 130, 172, 272, 240])
+# A text as it is generated: each sequence is the one before and an id more.
+_GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
+              32)
+
+
+def _sequence(index: int) -> list[int]:
+    return _IDS[index] if index >= 0 else list(_GENERATED[:-index])
 
 
 def inputs(
     *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the sequences with these indices, and a small tokenizer."""
-    sequences: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
+    """Returns the sequences with these indices (-n: the first n ids that are generated), and a
+    small tokenizer."""
+    sequences: Any = _sequence(ids) if isinstance(ids, int) else [_sequence(i) for i in ids]
     sequences = torch.tensor(sequences) if tensor else sequences
     return {"ids": sequences,
             "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
@@ -74,10 +83,34 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "skip_special_tokens": skip} for ids in (_PARTS, _PARTS[::-1])
       for skip in (True, False)),
     {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
-    {"ids": (2,), "tensor": True})
+    {"ids": (2,), "tensor": True},
+    *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
+      for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
-MISTAKES: tuple[Mistake, ...] = (replace_argument("convention", "special tokens kept",
-                                                        "skip_special_tokens", False),)
+# Mistakes that a kernel for this op could make.
+
+def _by_sequence(
+    change: Callable[[Callable[[Any], str], list[int]], str],
+) -> Callable[[Any, Values], Results]:
+    """Applies `change(decode, ids)` to each sequence of a call."""
+    def apply(op: Any, v: Values) -> Results:
+        sequences, _ = read_sequences(v["ids"])
+        return Results(tuple(change(lambda ids: op.reference(**{**v, "ids": ids}), list(sequence))
+                             for sequence in sequences))
+
+    return apply
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    replace_argument("convention", "special tokens kept", "skip_special_tokens", False),
+    Mistake("convention", "each id decoded by itself", _by_sequence(
+        lambda decode, ids: "".join(decode([i]) for i in ids))),
+    Mistake("convention", "bytes that are no character left out at the end", _by_sequence(
+        lambda decode, ids: decode(ids).rstrip("\ufffd"))),
+    Mistake("convention", "bytes that are no character left out", _by_sequence(
+        lambda decode, ids: decode(ids).replace("\ufffd", ""))),
+    Mistake("convention", "white space stripped", _by_sequence(
+        lambda decode, ids: decode(ids).strip())))
 
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,

@@ -18,7 +18,7 @@ from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, dtypes, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import NORM, drop_argument, replace_argument
+from .formulas.mistakes import NORM, change_results, drop_argument, replace_argument
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -88,9 +88,23 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     image = x.reshape(batch, channels, rows, size[-1] if size else 1)
     return Redirect("group_norm", {**values, "x": image}, lambda out: out.reshape(x.shape))
 
+
+def _unbiased(v: Any, out: tuple[Any, ...]) -> Any:
+    x = v["x"]
+    group = x.reshape(x.shape[0], v["groups"], -1)
+    if group.shape[-1] < 2:
+        return None
+    variance = group.var(-1, keepdim=True, correction=0)
+    factor = ((variance + v["eps"]) / (group.var(-1, keepdim=True) + v["eps"])).sqrt()
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    bias = 0.0 if v.get("bias") is None else v["bias"].reshape(shape)
+    return ((out[0] - bias).reshape(group.shape) * factor).reshape(x.shape) + bias
+
+
 MISTAKES: tuple[Mistake, ...] = (
     *NORM, Mistake("convention", "the bias left out", drop_argument("bias")),
-    replace_argument("convention", "one group", "groups", 1))
+    replace_argument("convention", "one group", "groups", 1),
+    change_results("convention", "the variance of a sample: one less in the divisor", _unbiased))
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyond 2^14
     {"b": 66_001, "c": 2, "groups": 1, "size": (1, 2)},

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
+from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, absent, at_least, dtypes, one_of, present, when
@@ -95,9 +96,39 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 STRESS: tuple[dict[str, Any], ...] = (         # more than 256 groups, rows beyond 2^16
     {"sizes": (1, 2, 0) * 100, "k": 4, "n": 3}, {"sizes": (66_001, 3), "k": 2, "n": 2})
 
+# Mistakes that a kernel for this op could make.
+
+def _sizes_of(v: Values) -> Tensor:
+    ends = v["offsets"]
+    return v["group_sizes"] if ends is None else ends.diff(prepend=ends.new_zeros(1))
+
+
+def _skip_empty(op: Any, v: Values) -> Values | None:
+    """Groups without rows take no weight: those behind them have the weights of others."""
+    sizes = _sizes_of(v)
+    busy = sizes[sizes > 0]
+    return None if len(busy) == len(sizes) else {
+        **v, "offsets": None,
+        "group_sizes": torch.cat([busy, sizes.new_zeros(len(sizes) - len(busy))])}
+
+
+def _serve_the_rest(op: Any, v: Values) -> Values | None:
+    """The last group has all rows behind it too."""
+    sizes = _sizes_of(v).clone()
+    rest = v["x"].shape[0] - int(sizes.sum())
+    if not rest or not len(sizes):
+        return None
+    sizes[-1] += rest
+    return {**v, "offsets": None, "group_sizes": sizes}
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "groups without rows skipped with their weights kept", _skip_empty),
+    Mistake("mask", "the rows past the last group in it", _serve_the_rest))
+
 OP = Op(
     name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, stress=STRESS,
+    cases=CASES, mistakes=MISTAKES, stress=STRESS,
     reference_kernel=READS_ON_HOST,
     # In float32 torch's matmul is off by 1e-6 for some inputs; the eager error is tighter.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),

@@ -16,13 +16,14 @@ instead of its result. The ids of a token are distinct. Results are summed in fl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.mistake import Mistake
+from ..spec.mistake import Mistake, Values
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
@@ -134,6 +135,19 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"],
             "w_gate_up.shape[1]"))
 
+
+def _negative_ids(last: bool) -> Callable[[Any, Values], Values | None]:
+    """An id that means no expert taken for one."""
+    def apply(op: Any, v: Values) -> Values | None:
+        ids = v["topk_ids"]
+        if ids is None or not bool((ids < 0).any()) or not len(v["w_gate_up"]):
+            return None
+        expert = v["expert_offset"] + (len(v["w_gate_up"]) - 1 if last else 0)
+        return {**v, "topk_ids": ids.masked_fill(ids < 0, expert)}
+
+    return apply
+
+
 MISTAKES: tuple[Mistake, ...] = (
     replace_argument("capacity", "the capacity ignored", "capacity", 0),
     replace_argument("capacity", "one token more than the capacity", "capacity",
@@ -144,6 +158,8 @@ MISTAKES: tuple[Mistake, ...] = (
                      lambda v: not v["gate_first"]),
     replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
     *ROUTED[3:], *ACTIVATIONS[4:],
+    Mistake("mask", "-1 taken for the last expert", _negative_ids(last=True)),
+    Mistake("mask", "-1 taken for the first expert", _negative_ids(last=False)),
     replace_argument("scale", "the weight on the other side of the expert", "weight_on",
                      lambda v: "input" if v["weight_on"] == "output" else "output"))
 

@@ -15,6 +15,7 @@ inputs' dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -179,6 +180,17 @@ def _other_style(op: Any, v: Values) -> Values:
     return {**v, "style": "interleaved" if v["style"] == "rotate_half" else "rotate_half"}
 
 
+def _without_rest(of_q: bool, of_k: bool) -> Callable[[Values, tuple[Any, ...]], Any]:
+    """What is not rotated left out, not copied."""
+    def change(v: Values, out: tuple[Any, ...]) -> Any:
+        rotated = v["rotary_dim"]
+        return None if rotated is None else tuple(
+            torch.cat((t[..., :rotated], torch.zeros_like(t[..., rotated:])), -1) if cut else t
+            for t, cut in zip(out, (of_q, of_k)))
+
+    return change
+
+
 MISTAKES: tuple[Mistake, ...] = (
     Mistake("convention", "the other convention of pairs (rotate_half or interleaved)",
                _other_style),
@@ -189,7 +201,10 @@ MISTAKES: tuple[Mistake, ...] = (
                      lambda v: v["position_ids"][:1].expand_as(v["position_ids"])
                      if v["position_ids"].dim() == 2 else v["position_ids"]),
     change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"])
-                   if len(out) > 1 else None))
+                   if len(out) > 1 else None),
+    *(change_results("convention", f"zeros behind rotary_dim in {words}", _without_rest(*which))
+      for words, which in (("all heads", (True, True)), ("the queries", (True, False)),
+                           ("the keys", (False, True)))))
 
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,

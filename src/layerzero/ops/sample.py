@@ -297,7 +297,7 @@ MISTAKES: tuple[Mistake, ...] = (
     replace_argument("distribution", "the square of u in place of u", "uniforms",
                      lambda v: v["uniforms"] ** 2),
     replace_argument("distribution", "penalties ignored", "repetition_penalty", 1.0),
-    replace_argument("convention", "offset ignored", "offset", 0))
+    replace_argument("distribution", "offset ignored", "offset", 0))
 
 OP = Op(
     name="sample", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,

@@ -110,21 +110,33 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
 
-@lru_cache(maxsize=8)
-def _tiny_tokenizer(template: bool, pad: bool) -> TokenizerHandle:
+# A text as it is typed, or as a dialogue grows: each is the one before and a piece more, which goes
+# on with a word, a number, a special token, spaces or a character of several code points.
+_TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <", "s>hel", "lo</",
+          "s", "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
+
+
+@lru_cache(maxsize=16)
+def _tiny_tokenizer(template: bool, pad: bool, variant: str) -> TokenizerHandle:
     """Returns the same one for all calls, as callers have it: what is kept of it may be stale."""
-    return from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
+    return from_json(json.dumps(tiny_tokenizer(template, pad, variant=variant)), "tiny_tokenizer")
+
+
+def _text(index: int, prefix: str) -> str:
+    return _TEXTS[index] if index >= 0 else prefix + "".join(_TYPED[:-index])
 
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    ending: str = "", beginning: str = "long", seed: int = 0, dtype: torch.dtype = torch.int64,
-    device: str = "cpu", **options: Any,
+    variant: str = "", ending: str = "", beginning: str = "long", seed: int = 0,
+    dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the texts with these indices, or `random` random ones, or one with this beginning
-    and ending, and a small tokenizer."""
-    tokenizer = _tiny_tokenizer(template, pad)
-    texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
+    """Returns the texts with these indices (-n: the first n pieces of what is typed), or `random`
+    random ones, or one with this beginning and ending, and a small tokenizer."""
+    tokenizer = _tiny_tokenizer(template, pad, variant)
+    prefix = "the hell " * 79 if beginning == "long" else ""
+    texts = (_text(text, prefix) if isinstance(text, int)
+             else [_text(i, prefix) for i in text])
     if random:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
@@ -134,6 +146,7 @@ def inputs(
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
+VARIANTS = ("prefixed", "trimmed", "whole words", "nested")
 _ALL = tuple(range(9))
 _PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (
@@ -165,6 +178,17 @@ CASES: tuple[dict[str, Any], ...] = (
         {"parse_special": False}, {"parse_special": True}, {"template": True},
         {"template": True, "add_special_tokens": False}, {"return_offsets": True},
         {"truncation": True, "max_length": 9})),
+    # each text goes on where the one before ended, and then loses its end again
+    *({"text": -n, "beginning": beginning, "cache_prefix": True} for beginning in ("short", "long")
+      for n in (*range(1, len(_TYPED) + 1), *range(len(_TYPED) - 3, 0, -4))),
+    *({"text": -n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
+    # tokenizers that treat spaces, words and added tokens otherwise
+    *({"text": text, "variant": variant, "return_offsets": True} for variant in VARIANTS
+      for text in (_ALL, _PARTS)),
+    *({"text": _ALL, "variant": variant, "template": True, "parse_special": False,
+       "truncation": True, "max_length": 6, "return_offsets": True} for variant in VARIANTS),
+    *({"ending": ending, "variant": variant, "cache_prefix": True} for variant in VARIANTS
+      for ending in _ENDINGS[1:4]),
 )
 
 STRESS: tuple[dict[str, Any], ...] = (
@@ -190,7 +214,35 @@ def _change_offsets(
     return apply
 
 
+def _change_masks(change: Callable[[list[int]], list[int]]) -> Callable[[Any, Values],
+                                                                        Results | None]:
+    def apply(op: Any, v: Values) -> Results | None:
+        out = op.reference(**v)
+        masks = out.attention_mask
+        if masks is None:
+            return None
+        changed = change(masks) if isinstance(v["text"], str) else [change(m) for m in masks]
+        return Results((replace(out, attention_mask=changed),))
+
+    return apply
+
+
+def _uncounted_special_tokens(op: Any, v: Values) -> Values | None:
+    added = len(op.reference(**{**v, "text": "", "padding": False}).ids)
+    return {**v, "max_length": v["max_length"] + added} if v["max_length"] and added else None
+
+
 MISTAKES: tuple[Mistake, ...] = (
+    Mistake("convention", "the attention mask of padding on the other side",
+            _change_masks(lambda mask: mask[::-1])),
+    Mistake("convention", "padding marked as text", _change_masks(lambda mask: [1] * len(mask))),
+    Mistake("convention", "a length that added special tokens do not count for",
+            _uncounted_special_tokens),
+    replace_argument("convention", "special tokens of the text taken otherwise", "parse_special",
+                     lambda v: not v["parse_special"]),
+    Mistake("convention", "offsets in units of UTF-16", _change_offsets(
+        lambda t, s: (len(t[:s[0]].encode("utf-16-le")) // 2,
+                      len(t[:s[1]].encode("utf-16-le")) // 2))),
     Mistake("convention", "offsets one too far",
                _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
     Mistake("convention", "offsets in bytes, not characters", _change_offsets(

@@ -35,6 +35,7 @@ ROWS = {"quick": 160, "full": 400, "stress": 400}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller
 TRIES = 4                                      # calls that are tried for two arguments
+LEVELS = 12                                    # values of one argument beside its default
 EXTRA = {"quick": 10, "full": 60, "stress": 60}
 
 
@@ -216,7 +217,10 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
     """Returns calls with every pair of values that the contract allows, as far as a random pool
     has it."""
     op = kernel.op
-    levels, rng = _levels(op), random.Random(f"cells {op.name} {seed}")
+    rng = random.Random(f"cells {op.name} {seed}")
+    # of very many texts some, so that other arguments meet each other
+    levels = {n: [values[0], *rng.sample(values[1:], min(len(values) - 1, LEVELS))]
+              for n, values in _levels(op).items()}
     dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
     for _ in range(4 * ROWS[lane]):
         chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}

@@ -34,6 +34,7 @@ from .drawn_sizes import (
     draw_sizes,
     drawn_calls,
     lists_of_lengths,
+    open_shapes,
     sizes_of,
     small_draw,
 )
@@ -57,6 +58,8 @@ HALVED = ("attention", *LOOPS)                # of their remainders a quick seed
 SINGLE_SIZES = 24
 BLOCK = 16                                     # sizes that are paired as they fall
 LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
+ONES = {"quick": 500, "full": 2000, "stress": 2000}
+_LEFT_OUT = ("extreme", "stride", "memory")    # of which other checks have every one
 FLOATS = ("float32", "bfloat16")
 # sizes, and the dtype, by another name: in cases of their own
 _APART = ("large_pool", "long_table", "far", "out_dtype")
@@ -224,9 +227,37 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+    yield "one and two beside each argument", ones_beside_arguments(op, lane, seed)
     yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
     yield from index_and_rank_calls(op, lane, seed)
+
+
+def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
+    """Returns calls with one value of an argument, or the arguments of one case, and one size that
+    is one or two, the others small: a path for one row or one query has its own idea of what an
+    argument says of positions. In the quick lane half of those with two, and of batches and heads
+    half of those with one."""
+    levels, rng = argument_levels(op), random.Random(f"ones {op.name} {seed}")
+    small, lists = small_sizes(op), lists_of_lengths(op)
+    single = [{n: v} for n, values in levels.items() if n not in (*lists, *_LEFT_OUT)
+              for v in values[1:]]
+    of_cases = [o for o in arguments_of_cases(op) if o and not o.keys() & {*_LEFT_OUT}]
+    options = list({repr(o): o for o in (*single, *of_cases)}.values())
+    calls: list[list[Case]] = []
+    for option, name, n in product(options, sizes_of(op), (1, 2)):
+        is_count = name in counts_of(op) and name not in open_shapes(op)
+        if name in option or name not in small or (lane == "quick" and (
+                (n == 2 and is_count) or ((n == 2 or is_count) and rng.random() < 0.5))):
+            continue
+        size = n if type(small[name]) is int else (n,) * len(small[name])
+        case = consistent(op, {**small, **option, name: size})
+        # a norm of one number is no call
+        if op.family != "norm" or allowed_facts(op, case, op.dtypes[0], seed) is not None:
+            calls.append([case])
+    rng.shuffle(calls)
+    # making a BlockMask costs more than a call
+    return calls[:ONES[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)]
 
 
 def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...dispatch.facts import dtype_name
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.mistake import Mistake, Results
 from ...spec.op import Op
-from ..kernel.contract import CaseResult, call, formula, results_of, upcast
+from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
 from .reruns import are_close, sample_failures, values_of
 
 MAX_RERUNS = 8                                 # failing cases that are rerun
@@ -28,6 +30,11 @@ CLASS_OF_ARGUMENT = (
 
 def class_of(name: str, otherwise: str) -> str:
     return next((kind for part, kind in CLASS_OF_ARGUMENT if part in name), otherwise)
+
+
+def meaning_of(name: str) -> str:
+    """Returns the class of a kernel that means something else by this argument."""
+    return "scale" if name == "scale" else class_of(name, "convention")
 
 
 def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
@@ -46,9 +53,11 @@ def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
                 out, expected = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
         except FAULTS:
             continue
+        other = case_values(kernel.op, r.case, r.dtype, device, r.seed + 1001)
         for mistake in (*kernel.op.mistakes, *_undeclared(kernel.op, values)):
             altered = _altered_results(kernel.op, mistake.apply, values)
-            if altered is None or are_close(kernel.op, r.dtype, altered, expected):
+            if (altered is None or are_close(kernel.op, r.dtype, altered, expected)
+                    or _is_constant(kernel.op, mistake.apply, altered, other, r)):
                 continue
             applied[mistake.kind, mistake.words] += 1
             votes[mistake.kind, mistake.words] += are_close(kernel.op, r.dtype, out, altered)
@@ -57,6 +66,16 @@ def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
         return None
     return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
                      f"{applied[best]} failing cases where that makes a difference")
+
+
+def _is_constant(op: Op, alter: Any, altered: tuple[Any, ...], other: dict[str, Any],
+                 r: CaseResult) -> bool:
+    """Is the altered result a number that it is with all other numbers too, as the loss of one
+    class is zero? Then it says nothing that a kernel gives it as well."""
+    single = all(isinstance(t, Tensor) and t.numel() == 1 for t in altered)
+    again = _altered_results(op, alter, other) if single and not r.circumstance else None
+    return again is not None and all(
+        isinstance(t, Tensor) and torch.equal(t, u) for t, u in zip(altered, again))
 
 
 def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -75,6 +94,49 @@ def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1:
             yield Mistake(kind, f"the first row of {p.name} for all", lambda op, v, n=p.name: {  # type: ignore[misc]
                 **v, n: v[n][:1].expand_as(v[n])})
+    yield from _other_readings(op, values)
+
+
+# What a required tensor speaks of, by a part of its name.
+_CLASS_OF_TENSOR = (("block_table", "stale page"), ("lens", "mask"), ("starts", "mask"),
+                    ("position_ids", "alignment"))
+
+
+def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yields how a tensor beside the main ones may be read otherwise: the first row for all,
+    alone or of all tables at once, a square one transposed, codes of a byte as another type."""
+    def kind(name: str) -> str:
+        other = next((k for part, k in _CLASS_OF_TENSOR if part in name), "convention")
+        return "distribution" if op.family == "sampling" else class_of(name, other)
+
+    tables = [p.name for p in op.params if isinstance(values[p.name], Tensor)
+              and p.name not in (op.main_tensor, *op.same_dtype)]
+    rows = [n for n in tables if values[n].dim() > 1 and values[n].shape[0] > 1]
+    for names in (*([n] for n in rows if op.by_name[n].required), *([rows] if rows else ())):
+        yield Mistake(kind(names[0]), f"the first row of {' and '.join(names)} for all",
+                      lambda op, v, names=names: {  # type: ignore[misc]
+                          **v, **{n: v[n][:1].expand_as(v[n]) for n in names}})
+    for name in tables:
+        t = values[name]
+        if t.dim() > 1 and t.shape[-1] == t.shape[-2] > 1:
+            yield Mistake(kind(name), f"{name} transposed", lambda op, v, n=name: {  # type: ignore[misc]
+                **v, n: v[n].transpose(-1, -2)})
+        for dtype in _BYTES if t.dtype in _BYTES else ():
+            if dtype != t.dtype:
+                alike = [n for n in tables if values[n].dtype == t.dtype]
+                for names in ([name], alike) if len(alike) > 1 else ([name],):
+                    yield Mistake(
+                        kind(name), f"{' and '.join(names)} read as {dtype_name(dtype)}",
+                        partial(_read_as, {n: values[n] for n in names}, dtype))
+
+
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+
+
+def _read_as(codes: Mapping[str, Tensor], dtype: torch.dtype, op: Op,
+             v: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call with codes of one type taken for those of another."""
+    return {**v, **upcast({n: t.contiguous().view(dtype) for n, t in codes.items()})}
 
 
 def scale_mistake(kernel: Kernel, failed: Sequence[CaseResult],

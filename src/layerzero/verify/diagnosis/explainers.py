@@ -15,7 +15,14 @@ from functools import cached_property
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import CaseResult
-from .altered_references import CLASS_OF_ARGUMENT, class_of, explain_by_mistake, scale_mistake
+from .altered_references import (
+    CLASS_OF_ARGUMENT,
+    class_of,
+    explain_by_mistake,
+    meaning_of,
+    scale_mistake,
+)
+from .call_orders import depends_on_earlier_calls, keeps_by_shape
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
@@ -36,6 +43,13 @@ from .reruns import (
     passes_with_the_same_arguments,
     plain_failures,
     row_dim,
+)
+from .row_reruns import draws_others, has_another_type, mixes_rows
+from .size_reruns import (
+    explain_by_growth,
+    explain_by_remainder,
+    explain_by_shortness,
+    is_wrong_whenever_given,
 )
 from .value_reruns import (
     explain_by_factor,
@@ -190,6 +204,15 @@ def _by_direction(e: Evidence) -> Explanation | None:
     return "gradient" if wrong else "unknown", f"wrong where gradients are recorded: {e.detail}"
 
 
+def _by_call_order(e: Evidence) -> Explanation | None:
+    if not (depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device)
+            or e.ask(keeps_by_shape)):
+        return None
+    # memory that is used again looks like something that was kept
+    return explain_by_memory(e.kernel, e.forward, e.device) or (
+        "state", f"right after some calls, wrong after others: {e.detail}")
+
+
 def _by_heads(e: Evidence) -> Explanation | None:
     return explain_by_heads(e.kernel, e.forward, e.device)
 
@@ -268,6 +291,11 @@ def _by_nondeterminism(e: Evidence) -> Explanation | None:
             f"the result depends on earlier calls: {e.detail}")
 
 
+def _by_type(e: Evidence) -> Explanation | None:
+    return (("shape", f"one in place of several, or several in place of one: {e.detail}")
+            if e.ask(has_another_type) else None)
+
+
 def _without_tensors(e: Evidence) -> Explanation | None:
     return (None if e.op.tensors
             else ("unknown", f"no altered reference explains it: {e.detail}"))
@@ -326,11 +354,33 @@ def _by_arguments(e: Evidence) -> Explanation | None:
     if "float32" not in e.dtypes or not (e.distinguished
                                          or any(r.error >= 0.05 for r in e.forward)):
         return None
-    kinds = {class_of(name, "unknown") for name in e.arguments}
+    kinds = {class_of(name, "") or _meaning(e, name) for name in e.arguments}
     # of arguments that go together each one mends it, whichever is wrong
-    return kinds.pop() if len(kinds) == 1 else "unknown", (
-        f"right without {' or without '.join(e.arguments)} (left out, or one), in float32 too "
-        f"wrong with it: {e.detail}")
+    kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    if kind == "unknown" and e.op.family == "sampling" and e.ask(draws_others):
+        return "distribution", f"other tokens than the contract's: {e.detail}"
+    small = explain_by_shortness(e.kernel, e.forward, e.device) if kind == "unknown" else None
+    return small or (
+        kind, f"right without {' or without '.join(e.arguments)} (left out, or one), in float32 "
+              f"too wrong with it: {e.detail}")
+
+
+def _meaning(e: Evidence, name: str) -> str:
+    """Returns what an argument speaks of if the kernel means something else by it: if it is wrong
+    whenever the argument matters, whatever the sizes and the numbers."""
+    if not is_wrong_whenever_given(e.kernel, e.forward, name.split(" and "), e.device):
+        return "unknown"
+    if e.op.family == "sampling":
+        return "distribution" if e.ask(draws_others) else "convention"
+    return "invariance" if e.ask(mixes_rows) else meaning_of(name)
+
+
+def _by_one_size(e: Evidence) -> Explanation | None:
+    """By what another size mends; tokens that are drawn differ with every size."""
+    if e.op.family == "sampling" or (e.is_slight and e.ask(is_rounding)):
+        return None
+    return (explain_by_remainder(e.kernel, e.forward, e.device)
+            or explain_by_growth(e.kernel, e.forward, e.device))
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:
@@ -357,16 +407,27 @@ def _by_sizes(e: Evidence) -> Explanation | None:
     return ("sizes", e.detail) if e.of_sizes else None
 
 
+def _by_shortness(e: Evidence) -> Explanation | None:
+    return (None if e.op.family == "sampling"
+            else explain_by_shortness(e.kernel, e.forward, e.device))
+
+
+def _by_neighbours(e: Evidence) -> Explanation | None:
+    return (("invariance", f"a row changes with the numbers of others: {e.detail}")
+            if e.op.family != "sampling" and e.ask(mixes_rows) else None)
+
+
 def _by_draws(e: Evidence) -> Explanation | None:
     return (("distribution", f"other tokens or probabilities than the contract's: {e.detail}")
             if e.op.family == "sampling" else None)
 
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
-    _by_complaint, _by_direction, _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls,
-    _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance, _by_forward_complaint,
-    _by_nondeterminism, _without_tensors, _by_fact, _by_smaller_calls, _by_values, _by_arguments,
-    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor)
+    _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout,
+    _by_earlier_calls, _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance,
+    _by_forward_complaint, _by_nondeterminism, _by_type, _without_tensors, _by_fact,
+    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
+    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:
@@ -405,10 +466,8 @@ def _rows_alone(op: Op, where: str) -> bool:
 
 def _is_of_layout(kernel: Kernel, r: CaseResult, device: str) -> bool:
     """Has the failing call a tensor that is not contiguous?"""
-    if not r.circumstance:
-        return is_strided(kernel, r, device)
-    return (any(word in r.circumstance for word in STRIDED)
-            and not r.circumstance.startswith("given "))
+    return is_strided(kernel, r, device) or (any(word in r.circumstance for word in STRIDED)
+                                             and not r.circumstance.startswith("given "))
 
 
 def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

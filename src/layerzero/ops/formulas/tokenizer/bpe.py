@@ -243,19 +243,26 @@ BPE_MODEL: Mapping[str, Any] = {
     "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 
-def tiny_tokenizer(template: bool = False, pad: bool = False,
-                   merges: Sequence[str] = _MERGES) -> dict[str, Any]:
-    """Returns a small tokenizer.json: 256 bytes, some merges, special tokens, an added one."""
+def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[str] = _MERGES,
+                   variant: str = "") -> dict[str, Any]:
+    """Returns a small tokenizer.json: 256 bytes, some merges, special tokens, an added one.
+
+    `variant`: "prefixed" puts a space before every part between added tokens, "trimmed" leaves
+    white space out of offsets, "whole words" takes a word of the vocabulary without merging it,
+    "nested" has added tokens that begin or hold others.
+    """
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
+    words += ["more", "Ġend", "12"] if variant == "whole words" else []
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
     names = [("<s>", True), ("</s>", True), ("<name>", False)]
+    names += [("<s>hell", False), ("</s><s>", True), ("e m", False)] if variant == "nested" else []
     added = [{"id": len(vocab) + i, "content": name, **plain, "normalized": not special,
               "special": special}
              for i, (name, special) in enumerate(names)]
     ids = {token["content"]: token["id"] for token in added}
-    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
-                            "use_regex": True}
+    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True,
+                            "trim_offsets": variant == "trimmed", "use_regex": True}
     if template:
         single = [{"SpecialToken": {"id": "<s>", "type_id": 0}},
                   {"Sequence": {"id": "A", "type_id": 0}},
@@ -266,9 +273,11 @@ def tiny_tokenizer(template: bool = False, pad: bool = False,
                 "special_tokens": special}
     padding = ({"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
                 "pad_id": ids["</s>"], "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                  "use_regex": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": variant == "prefixed",
+                  "trim_offsets": True, "use_regex": True}
+    model = {**BPE_MODEL, "ignore_merges": variant == "whole words", "vocab": vocab,
+             "merges": list(merges)}
     return {
         "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added,
         "normalizer": None, "pre_tokenizer": byte_level, "post_processor": post,
-        "decoder": byte_level, "model": {**BPE_MODEL, "vocab": vocab, "merges": list(merges)}}
+        "decoder": byte_level, "model": model}

@@ -1,0 +1,105 @@
+"""Makes a failing call again after other calls: one that is right after some and wrong after
+others depends on what the kernel keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ..cases.drawn_sizes import allowed_facts
+from ..kernel.case_sizes import numbers_of
+from ..kernel.contract import CaseResult, call, case_refusals, case_values, refusals
+from .reruns import is_right, sample_failures
+
+Call = dict[str, Any]
+
+
+def depends_on_earlier_calls(kernel: Kernel, failed: Sequence[CaseResult],
+                             results: Sequence[CaseResult], device: str) -> bool:
+    """Is one of two sampled failing calls right after some calls and wrong after others, each time
+    it is tried?"""
+    plain = [r for r in failed if not r.circumstance]
+    return any(_depends(kernel, r, results, device) for r in sample_failures(plain, 2))
+
+
+def keeps_by_shape(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is the first call of new sizes right and the next of the same sizes with other numbers wrong,
+    whichever numbers come first?"""
+    for r in sample_failures(failed, 2):
+        new = islice(_new_sizes(kernel, r, device), 2)
+        if [_is_kept(kernel, values, r.dtype, order) for values, order in zip(new, (1, -1))] \
+                == [True, True]:
+            return True
+    return False
+
+
+def _new_sizes(kernel: Kernel, r: CaseResult, device: str) -> Iterator[Call]:
+    """Yields calls in sizes that hardly any case has."""
+    for name, size in numbers_of(kernel.op).items():
+        for n in (43, 59) if type(r.case.get(name, size)) is int else ():
+            case = {**r.case, name: n}
+            if (allowed_facts(kernel.op, case, r.dtype, r.seed) is not None
+                    and not case_refusals(kernel, case, r.dtype, device, r.seed)):
+                yield case_values(kernel.op, case, r.dtype, device, r.seed)
+
+
+def _is_kept(kernel: Kernel, values: Call, dtype: str, order: int) -> bool:
+    main = values.get(kernel.op.main_tensor)
+    if not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1:
+        return False
+    both = [values, {**values, kernel.op.main_tensor: main * 1.25}][::order]
+    return [is_right(kernel, v, dtype) for v in both] == [True, False]
+
+
+def _depends(kernel: Kernel, r: CaseResult, results: Sequence[CaseResult], device: str) -> bool:
+    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+    verdicts = []
+    for before in _earlier_calls(kernel, r, results, device):
+        twice = {_is_right_after(kernel, before, values, r.dtype) for _ in range(2)}
+        if len(twice) > 1:                     # it changes by itself
+            return False
+        verdicts += list(twice)
+    return len(set(verdicts)) > 1
+
+
+def _earlier_calls(kernel: Kernel, r: CaseResult, results: Sequence[CaseResult],
+                   device: str) -> Iterator[list[Call]]:
+    """Yields what may come before a call: itself, others of its sizes, those that came before it
+    in the run, and calls of other sizes that were right."""
+    def values(other: CaseResult, by: int = 0) -> Call:
+        return case_values(kernel.op, other.case, other.dtype, device, other.seed + by)
+
+    plain = [other for other in results if not other.circumstance and other.status != "skipped"
+             and not any(type(n) is int and n > 8_000 for n in other.case.values())]
+    at = next((i for i, other in enumerate(plain) if other is r), 0)
+    yield [values(r), values(r)]
+    yield [values(r, 1001), values(r, 1002)]
+    yield [values(other) for other in plain[max(at - 2, 0):at]]
+    yield [values(other) for other in plain[:2] if other.case != r.case]
+    # what is kept by sizes is lost or replaced after calls of other sizes
+    others = (other for other in plain if other.passed
+              and _shape(kernel, other, device) != _shape(kernel, r, device))
+    yield from ([values(other)] for other in islice(others, 2))
+
+
+def _shape(kernel: Kernel, r: CaseResult, device: str) -> Any:
+    """Returns the shape of the main tensor."""
+    t = case_values(kernel.op, r.case, r.dtype, device, r.seed).get(kernel.op.main_tensor)
+    return t.shape if isinstance(t, Tensor) else ()
+
+
+def _is_right_after(kernel: Kernel, before: Sequence[Call], values: Call, dtype: str) -> bool:
+    for earlier in before:
+        try:
+            if not refusals(kernel, earlier):
+                with torch.no_grad():
+                    call(kernel, earlier)
+        except FAULTS:
+            continue
+    return is_right(kernel, values, dtype)

@@ -1,0 +1,77 @@
+"""Makes failing calls again with other rows, and looks at what kind of result is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
+from .reruns import are_close, is_right, sample_failures, values_of
+
+
+def mixes_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Does the largest row of the result change with the numbers of the others, where the formula's
+    does not, and is it right where all rows are alike?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    return bool(sample) and all(_mixes_rows(kernel, r, device) for r in sample)
+
+
+def _mixes_rows(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    op = kernel.op
+    values = case_values(op, r.case, r.dtype, device, r.seed)
+    main = values.get(op.main_tensor)
+    if (not isinstance(main, Tensor) or main.dim() < 2 or not main.numel()
+            or not main.is_floating_point() or main.dtype.itemsize == 1):
+        return False
+    rows = main.reshape(-1, main.shape[-1])
+    largest = int(rows.float().norm(dim=-1).argmax())
+    louder, alike = rows * 4.0, rows[largest].expand_as(rows).clone()
+    louder[largest] = rows[largest]
+    runs = [{**values, op.main_tensor: x.reshape(main.shape)} for x in (rows, louder, alike)]
+    try:
+        with torch.no_grad():
+            got = [_row(results_of(call(kernel, v)), largest) for v in runs[:2]]
+            want = [_row(formula(op, upcast(v)), largest) for v in runs[:2]]
+    except FAULTS:                             # not every result has the rows of the main tensor
+        return False
+    return (are_close(op, "float64", *want) and not are_close(op, r.dtype, *got)
+            and is_right(kernel, runs[2], r.dtype))
+
+
+def _row(results: Sequence[Tensor], at: int) -> list[Tensor]:
+    return [t.reshape(-1, t.shape[-1])[at] for t in results
+            if isinstance(t, Tensor) and t.dim() > 1]
+
+
+def draws_others(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are tokens wrong in every sampled failing call, and not their probabilities alone?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.no_grad():
+                pairs = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+                wrong = [not torch.equal(got.cpu(), want.cpu().to(got.dtype)) for got, want in pairs
+                         if not want.is_floating_point() and got.shape == want.shape]
+        except FAULTS:
+            return False
+        if not any(wrong):
+            return False
+    return bool(sample)
+
+
+def has_another_type(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is the result of every sampled failing call of another type than the formula's, as a text in
+    place of a list of one?"""
+    calls = [values for r in sample_failures(failed, 3)
+             if (values := values_of(kernel, r, device)) is not None]
+    try:
+        return bool(calls) and all(
+            isinstance(call(kernel, values), (tuple, list))
+            != isinstance(kernel.op.reference(**values), (tuple, list)) for values in calls)
+    except FAULTS:
+        return False

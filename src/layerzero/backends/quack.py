@@ -73,7 +73,7 @@ KERNELS = (
         prior=6.0, **_LIBRARY),
     Kernel("quack.cross_entropy", cross_entropy, _cross_entropy, (
         *ROWS, r.contiguous("logits"), r.aligned("logits", 16), r.equals("label_smoothing", 0.0),
-        r.at_most("vocab", 1 << 18),
+        r.at_most("vocab", 1 << 18), r.at_least("logits.ndim", 2),
         r.at_least("vocab", 8), r.any_of(r.off("grad"), r.multiple_of("vocab", 8))), prior=4.0,
            **_LIBRARY),
 )

@@ -196,6 +196,10 @@ STRESS: tuple[dict[str, Any], ...] = (
     # a window beyond 2^10
     {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 2_100, "d": 8, "window": (1_500, 0),
      "align": "bottom_right"},
+    # a window that ends within a tile of keys, over several tiles
+    {"b": 1, "hq": 2, "hkv": 1, "sq": 200, "sk": 200, "d": 8, "window": (37, 21)},
+    {"b": 1, "hq": 1, "hkv": 1, "sq": 141, "sk": 270, "d": 8, "window": (100, 0), "causal": True,
+     "align": "bottom_right"},
     # scale and softcap, with lse
     {"scale": 0.3, "softcap": 2.0, "lse": True, "sq": 5, "sk": 9},
     {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},

@@ -80,24 +80,25 @@ def inputs(
             "value": tensor(hkv, sk, dv or d),
             "block_mask": copy_block_mask(_block_mask(
                 mask, blocks, b if "batch" in per else None, hq if "heads" in per else None, sq,
-                sk, device)),
+                sk, device, seed % 3)),
             "scale": scale, "softcap": softcap, "return_lse": lse}
 
 
 @lru_cache(maxsize=512)
 def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, seq_q: int,
-                seq_k: int, device: str) -> Any:
-    """Returns a mask as users make them; `tables` lists fewer blocks than its mask_mod shows."""
+                seq_k: int, device: str, shift: int = 0) -> Any:
+    """Returns a mask as users make them; `tables` lists fewer blocks than its mask_mod shows.
+    `shift` is a number that functions of the same code have apart, as those of two calls have."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     # as packed sequences: of three lengths, and the same for queries as for keys
     of_query, of_key = (torch.arange(n, device=device) * 3 // max(n, 1) for n in (seq_q, seq_k))
     mods = {
-        "causal": lambda b, h, q, k: k <= q + (seq_k - seq_q) + b + h,
+        "causal": lambda b, h, q, k: k <= q + (seq_k - seq_q) + shift + b + h,
         "window": lambda b, h, q, k: (k <= q + (seq_k - seq_q)) & (
-            k + 11 + b + h > q + (seq_k - seq_q)),
+            k + 11 + shift + b + h > q + (seq_k - seq_q)),
         "document": lambda b, h, q, k: of_query[q] == (of_key[k] + b + h) % 3,
-        "prefix": lambda b, h, q, k: (k < 5 + b + h) | (k <= q),
+        "prefix": lambda b, h, q, k: (k < 5 + shift + b + h) | (k <= q),
         "all": lambda b, h, q, k: k >= 0,
         "strided": lambda b, h, q, k: (k + b + h) % 3 == q % 3,
         # rows that see nothing: one in each block, the first block, all but one

@@ -53,7 +53,10 @@ _IDS: tuple[list[int], ...] = (
     # parts of characters, which the next sequence would complete
     [104, 240, 159, 152], [128, 108, 226, 130], [172, 270], [271, 195], [169], [270, 271],
     # around what is left out
-    [195, 271, 169, 226, 9999, 130, 172, 272, 240])
+    [195, 271, 169, 226, 9999, 130, 172, 272, 240],
+    # the same ids in another order, and others of the same sum
+    [104, 264, 111, 267, 114], [104, 111, 264, 267, 114], [114, 267, 111, 264, 104],
+    [105, 263, 111, 267, 114], [103, 265, 111, 267, 114])
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
@@ -83,7 +86,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "skip_special_tokens": skip} for ids in (_PARTS, _PARTS[::-1])
       for skip in (True, False)),
     {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
-    {"ids": (2,), "tensor": True},
+    {"ids": (2,), "tensor": True}, *({"ids": ids} for ids in range(14, 19)),
+    {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
     *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 

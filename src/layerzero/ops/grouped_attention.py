@@ -160,6 +160,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"hq": 8, "hkv": 1, "d": 64, "lse": True}, {"hkv": 4, "d": 256},
     {"items": ((0, 4, 0, 9), (4, 5, 9, 30), (9, 4, 0, 14), (13, 5, 9, 40)), "lse": True},
     {"items": ((0, 0, 0, 9), (0, 3, 4, 0), (3, 9, 2, 5), (12, 1, 2, 1)), "lse": True},
+    # rows in another order than items, all of them in one
+    {"items": ((7, 5, 16, 40), (0, 4, 0, 20), (4, 3, 0, 33)), "tokens_q": 12},
+    {"items": ((9, 2, 3, 7), (5, 4, 0, 20), (0, 5, 9, 11)), "tokens_q": 11, "causal": False,
+     "lse": True},
     {"items": ()}, {"items": ((0, 3, 2, 9),)}, {"window": (6, 0), "lse": True},
     {"window": (5, 3), "causal": False},
     {"softcap": 5.0, "scale": 0.3}, {"stride": "padded", "d": 40, "dv": 24},

@@ -126,11 +126,14 @@ def inputs(
     tokens = torch.zeros((batch, count), dtype=torch.int64)
     for i in range(count):
         parent = parents[:, i:i + 1]
-        q = draft[torch.arange(batch), torch.where(parent < i, parent + 1, 0)[:, 0]]
+        all_tokens = draft[torch.arange(batch), torch.where(parent < i, parent + 1, 0)[:, 0]]
+        q = all_tokens
         if without_replacement:
             for j in range(i):
                 drafted = q.scatter(1, tokens[:, j:j + 1], 0.0)
                 q = torch.where(parents[:, j:j + 1] == parent, drafted, q)
+        # a small vocabulary may have no other token left
+        q = torch.where(q.sum(-1, keepdim=True) > 0, q, all_tokens)
         tokens[:, i] = torch.multinomial(q, 1, generator=gen)[:, 0]
     if special == "padded":
         tokens[::2, -2:] = -1

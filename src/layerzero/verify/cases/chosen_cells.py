@@ -13,9 +13,9 @@ Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 
 def most_tensors_first(op: Op, cells: Iterator[Cell],
                        device: str, seed: int) -> list[tuple[frozenset[tuple[str, str]], Cell]]:
-    """Ranks up to 48 cells by their number of tensors, then by size, with the names and dtypes of
-    those; last come cells whose main tensor has a dimension of one or short rows. Strided or empty
-    ones are left out."""
+    """Ranks up to 48 cells by their number of tensors, then by size, with the names, dtypes and
+    ranks of those; last come cells whose main tensor has a dimension of one or short rows. Strided
+    or empty ones are left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[tuple[str, str]], Cell]] = []
     for cell in cells:
         tensors = case_tensors(op, cell[0], cell[1], device, seed)
@@ -24,8 +24,8 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
             flat = (main is None or main.dim() < 2 or min(main.shape) < 2
                     or main.shape[-1] < 16)    # where vectors are not used
             ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
-                           len(ranked), frozenset((n, str(t.dtype)) for n, t in tensors.items()),
-                           cell))
+                           len(ranked), frozenset((n, f"{t.dtype} {t.dim()}")
+                                                  for n, t in tensors.items()), cell))
         if len(ranked) == 48:
             break
     return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]

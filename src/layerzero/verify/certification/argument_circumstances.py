@@ -274,6 +274,24 @@ class UnusedPages(Circumstance):
         return {**values, PAGES: torch.where(table < 0, 2 ** 31 - 1, table)}
 
 
+class PagesBehind(Circumstance):
+    """Entries of a page table behind those in use name a page of NaN, as of another sequence."""
+
+    name = "given a page of NaN behind those in use"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        table = values[PAGES]
+        caches = {n: t for n, t in values.items() if n.endswith("_cache") and isinstance(t, Tensor)
+                  and t.is_floating_point() and t.dtype.itemsize > 1}
+        if not isinstance(table, Tensor) or not caches:
+            return None
+        page = next(iter(caches.values())).shape[0]
+        wider = torch.cat((torch.where(table < 0, page, table), table.new_full(
+            (table.shape[0], 2), page)), 1)
+        return if_allowed(op, {**values, PAGES: wider, **{
+            n: torch.cat((t, torch.full_like(t[:1], torch.nan))) for n, t in caches.items()}})
+
+
 @lru_cache(maxsize=64)
 def optional_tensors(op: Op) -> tuple[str, ...]:
     """Returns the tensors that a call may leave out, but for those that make it repeatable."""
@@ -305,7 +323,7 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
     yield from (OtherDtype(name) for name in op.tensors
                 if name != op.main_tensor and name not in op.same_dtype)
     if PAGES in op.tensors:
-        yield UnusedPages()
+        yield from (UnusedPages(), PagesBehind())
     for name in op.tensors:
         yield from (EveryCode(name), EveryCode(name, spread=True), ChangedInPart(name))
     yield from (LoudEnds(), ZeroRows())

@@ -41,6 +41,7 @@ from .argument_circumstances import (
     ChangedInPart,
     EveryCode,
     LooseBound,
+    PagesBehind,
     WithoutOthers,
     argument_circumstances,
     checks_without_others,
@@ -60,6 +61,7 @@ from .circumstances import (
 )
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
+from .row_circumstances import OtherLayout
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
@@ -201,13 +203,14 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     op = kernel.op
     # A bound may be the length where there is one item, a code matters in its format: so in every
     # case.
-    everywhere = [c for c in argument_circumstances(op) if isinstance(c, (LooseBound, EveryCode))
+    everywhere = [c for c in argument_circumstances(op)
+                  if isinstance(c, (LooseBound, EveryCode, PagesBehind))
                   and not _is_formula(kernel, lane)]
     for case, dtype in cells:
         if dtype != op.dtypes[0] or case not in op.cases:
             continue
         tensors = case_tensors(op, case, dtype, device, seed)
-        apply = [c for c in everywhere if isinstance(c, LooseBound)
+        apply = [c for c in everywhere if isinstance(c, (LooseBound, PagesBehind))
                  or (c.tensor in tensors and tensors[c.tensor].dtype.itemsize == 1)]
         if apply and not case_refusals(kernel, case, dtype, device, seed):
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
@@ -230,9 +233,10 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for name, _ in sorted(missing)
                         for circumstance in (
-                            # of a known one in another dtype: what is kept of it
+                            # of a known one in another dtype or rank: what is kept of it
                             *(tensor_circumstances(op, name, lane)
-                              if lane != "quick" or name not in known else ()),
+                              if lane != "quick" or name not in known
+                              else (OtherLayout(name, "transposed"),)),
                             *((ChangedInPart(name),) if first else ())))
         first = first and not ranked
 

@@ -227,6 +227,17 @@ class RecordingGradients(Circumstance):
         return torch.enable_grad()
 
 
+class GivenParameters(Circumstance):
+    """Parameters that require gradients, where none are recorded: as a model is served."""
+
+    name, any_dtype, records = "given parameters, recording nothing", True, False
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        names = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()
+                 and v.dtype.itemsize > 1]
+        return {**values, **{n: torch.nn.Parameter(values[n]) for n in names}} if names else None
+
+
 class Repeated(Circumstance):
     name = "eight times"
     runs = 8
@@ -324,7 +335,8 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
     """Yields the circumstances of a lane: quick has each kind, full every layout of every tensor;
     those that give other values of arguments only where they are wanted."""
     yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
-                Autocast(), InferenceMode(), RecordingGradients(), Repeated(), OtherThreadCount(3))
+                Autocast(), InferenceMode(), RecordingGradients(), GivenParameters(), Repeated(),
+                OtherThreadCount(3))
     if not op.tensors:
         return
     yield from (OtherThreadCount(12), OtherDefaultDtype())
@@ -404,6 +416,10 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
         problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
     if not problems and torch.equal(first, second):
         problems.append("two calls dropped the same weights")
+    alike = [d for d in range(dropped.dim() - 1) if dropped.shape[d] > 1
+             and bool((dropped == dropped.narrow(d, 0, 1)).all())]
+    if not problems and alike:
+        problems.append(f"the same weights were dropped all along dimension {alike[0]}")
     problems += [] if problems else _dropout_gradient(kernel, values, seed)
     if problems:                               # what is wrong without dropout is no matter of it
         plain = check_case(kernel, case, dtype, device, seed)

@@ -19,6 +19,7 @@ class Circumstance:
     alike = False                              # rows are equal: their errors do not average out
     may_be_refused = False                     # by a GPU's library when called: the next one serves
     any_dtype = False                          # it tells the same of every dtype
+    records = True                             # gradients, where an input requires one
 
     def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
         return values

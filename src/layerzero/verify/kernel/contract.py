@@ -32,6 +32,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -57,6 +58,7 @@ from .judging import may_be_chance as may_be_chance
 from .process_state import (
     COMPILING,
     DETERMINISTIC,
+    GRAD_MODE,
     ONCE,
     SLOW,
     deterministic_mode,
@@ -317,11 +319,12 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if changed_values is None:
         return result("skipped", detail="does not apply")
     values = changed_values
-    if (not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad
-                                          for v in values.values())):
+    if (not kernel.differentiable and circumstance.records
+            and any(isinstance(v, Tensor) and v.requires_grad for v in values.values())):
         return result("skipped", detail="declares no backward")
-    reasons = () if circumstance is AS_DECLARED else circumstance_refusals(
-        kernel, values, circumstance, case_contents(case, dtype, device, seed))
+    with nullcontext() if circumstance.records else torch.no_grad():
+        reasons = () if circumstance is AS_DECLARED else circumstance_refusals(
+            kernel, values, circumstance, case_contents(case, dtype, device, seed))
     if reasons:
         return result("skipped", reasons)
     try:
@@ -412,6 +415,7 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
     def run(arguments: dict[str, Any]) -> tuple[Any, ...]:
         nonlocal around
         around[DETERMINISTIC] = deterministic_mode()   # poisoned memory sets it
+        around[GRAD_MODE] = torch.is_grad_enabled()
         answer = call(kernel, arguments)
         results = results_of(answer) if kernel.op.tensors else (answer,)
         if kernel.op.tensors:
@@ -424,7 +428,11 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
             around = process_state(device, slow=False)
         return results
 
-    results = [run(values)]
+    # As users call it who know of no gradients. Inductor would compile once more for this.
+    plain = not kernel.jit and not torch.is_inference_mode_enabled() and not any(
+        isinstance(v, Tensor) and v.requires_grad for v in values.values())
+    with torch.enable_grad() if plain else nullcontext():
+        results = [run(values)]
     copies = [t.clone() if isinstance(t, Tensor) else t for t in results[0]]
     with poisoned_memory():
         results.append(run(guarded_values))

@@ -193,7 +193,10 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
         return None
     shape = tuple(t.shape)
     if layout == "sparse":
-        other = _poisoned(2 * t.numel(), t).view(*shape, 2)[..., 0]
+        between = _poisoned(2 * t.numel(), t)
+        if not t.is_floating_point() and t.dtype.itemsize > 1:
+            between.zero_()                    # an index: what reads it goes on, and is wrong
+        other = between.view(*shape, 2)[..., 0]
     elif layout == "padded":
         width = shape[-1] + 3
         other = _poisoned(t.numel() // shape[-1] * width,

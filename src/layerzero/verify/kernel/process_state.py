@@ -237,6 +237,7 @@ def _switch_collector(on: bool) -> None:
 
 
 DETERMINISTIC, INTERPRETER = "deterministic mode", "the interpreter"
+GRAD_MODE = "grad mode"
 
 
 def deterministic_mode() -> tuple[bool, bool]:
@@ -248,7 +249,7 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("the default device", _default_device, _put_back_default_device),
     Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Setting(GRAD_MODE, torch.is_grad_enabled, torch._C._set_grad_enabled),
     Setting("autocast", _autocast, _put_back_autocast,
             parts=("of the CPU", "of CUDA", "its cache")),
     Setting("a mode of torch", _modes, parts=("function modes", "dispatch modes", "inference mode",

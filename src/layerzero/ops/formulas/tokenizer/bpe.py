@@ -261,8 +261,9 @@ def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[s
               "special": special}
              for i, (name, special) in enumerate(names)]
     ids = {token["content"]: token["id"] for token in added}
-    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True,
-                            "trim_offsets": variant == "trimmed", "use_regex": True}
+    trimmed = variant == "trimmed"
+    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": not trimmed,
+                            "trim_offsets": trimmed, "use_regex": True}
     if template:
         single = [{"SpecialToken": {"id": "<s>", "type_id": 0}},
                   {"Sequence": {"id": "A", "type_id": 0}},

@@ -278,8 +278,13 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
 
 
 def _by_forward_complaint(e: Evidence) -> Explanation | None:
+    def is_of_some(kind: str) -> bool:
+        """Is it a fault of some calls, of which others have wrong numbers in its place?"""
+        return kind == "fault" and any("error" in r.kinds and "fault" not in r.kinds
+                                       for r in e.failed)
+
     return next(((kind, e.detail) for kind in _DIRECT
-                 if all(kind in r.kinds for r in e.forward)
+                 if all(kind in r.kinds for r in e.forward) and not is_of_some(kind)
                  and not (kind in _OF_SHARING and e.is_wrong_in_one_call)), None)
 
 

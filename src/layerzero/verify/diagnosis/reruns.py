@@ -129,19 +129,19 @@ def is_strided(kernel: Kernel, r: CaseResult, device: str) -> bool:
 
 
 def is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
-    """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
-    as they are?"""
-    confirmed = False
+    """Are sampled failing calls right with the same numbers in contiguous memory, and at least half
+    of them wrong as they are? What lies beside a tensor may be right by chance."""
+    wrong: list[bool] = []
     for r in sample_failures(failed, 3):
         values = values_of(kernel, r, device)
         if values is None:
             continue
         plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
                  for n, v in values.items()}
-        if not is_right(kernel, plain, r.dtype) or is_right(kernel, values, r.dtype):
+        if not is_right(kernel, plain, r.dtype):
             return False
-        confirmed = True
-    return confirmed
+        wrong.append(not is_right(kernel, values, r.dtype))
+    return any(wrong) and 2 * sum(wrong) >= len(wrong)
 
 
 def is_right_with_small_gaps(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

@@ -57,6 +57,7 @@ from .value_reruns import (
     explain_by_pages,
     explain_by_values,
     is_formula_finite,
+    is_right_with_other_numbers,
 )
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -316,8 +317,8 @@ def _by_pages(e: Evidence) -> Explanation | None:
 def _by_finiteness(e: Evidence) -> Explanation | None:
     explanation = explain_by_finiteness(e.kernel, e.forward, e.device)
     if (explanation and explanation[0] == "non-finite values" and e.ask(is_formula_finite)
-            and e.of_sizes):                   # the same arguments pass in other sizes
-        return None
+            and e.of_sizes and not e.ask(is_right_with_other_numbers)):
+        return None                            # the same arguments pass in other sizes
     return explanation
 
 

@@ -27,6 +27,7 @@ from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
     confirmed_arguments,
+    fails_again,
     fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
@@ -34,6 +35,7 @@ from .reruns import (
     is_rounded,
     is_rounding,
     is_slight,
+    is_small_beside_rows,
     is_strided,
     is_wrong_by_itself,
     is_wrong_in_few_rows,
@@ -58,6 +60,7 @@ from .value_reruns import (
     explain_by_values,
     is_formula_finite,
     is_right_with_other_numbers,
+    is_right_with_smaller_numbers,
 )
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -127,7 +130,7 @@ class Evidence:
     @cached_property
     def of_sizes(self) -> bool:
         """Do sizes distinguish the failing cases, and nothing else?"""
-        return (_speaks_of_sizes(self.op, self.where)
+        return (_speaks_of_sizes(self.op, self.where) and self.fails_again
                 and passes_at_some_size(self.kernel, self.results, self.device)
                 and passes_with_the_same_arguments(self.kernel, self.results, self.device)
                 and not fails_with_other_numbers(self.kernel, self.results, self.device)
@@ -163,6 +166,15 @@ class Evidence:
         dtypes = {r.dtype for r in self.forward}
         wide = "float32" not in dtypes and self.ask(is_wrong_when_wide)
         return dtypes | ({"float32"} if wide else set())
+
+    @property
+    def is_right_when_wide(self) -> bool:
+        return "float32" not in self.dtypes and any(r.passed and r.dtype == "float32"
+                                                    for r in self.results)
+
+    @cached_property
+    def fails_again(self) -> bool:
+        return self.ask(fails_again)
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -227,7 +239,9 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
         return None
     if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
             and e.ask(is_rounding)):
-        return "precision", f"close, and seen where there are many: {e.detail}"
+        # roundings do not come and go with a remainder
+        return explain_by_remainder(e.kernel, e.forward, e.device) or (
+            "precision", f"close, and seen where there are many: {e.detail}")
     return scale_mistake(e.kernel, e.forward, e.device) or ("sizes", e.detail)
 
 
@@ -295,6 +309,11 @@ def _by_nondeterminism(e: Evidence) -> Explanation | None:
     has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in e.forward)
     return ("state" if has_errors else "non-determinism",
             f"the result depends on earlier calls: {e.detail}")
+
+
+def _by_repetition(e: Evidence) -> Explanation | None:
+    return (("state", f"right when it is called again, and wrong before: {e.detail}")
+            if e.kernel.deterministic and not e.fails_again else None)
 
 
 def _by_type(e: Evidence) -> Explanation | None:
@@ -383,10 +402,17 @@ def _meaning(e: Evidence, name: str) -> str:
 
 def _by_one_size(e: Evidence) -> Explanation | None:
     """By what another size mends; tokens that are drawn differ with every size."""
-    if e.op.family == "sampling" or (e.is_slight and e.ask(is_rounding)):
+    if e.op.family == "sampling":
         return None
-    return (explain_by_remainder(e.kernel, e.forward, e.device)
-            or explain_by_growth(e.kernel, e.forward, e.device))
+    by_remainder = explain_by_remainder(e.kernel, e.forward, e.device)
+    if by_remainder:
+        if e.ask(is_right_with_smaller_numbers):
+            return "overflow", f"right in the same sizes with numbers 8 times smaller: {e.detail}"
+        return by_remainder
+    slight = e.is_slight or (e.is_right_when_wide and e.ask(is_small_beside_rows))
+    if slight and e.ask(is_rounding):
+        return None
+    return explain_by_growth(e.kernel, e.forward, e.device)
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:
@@ -399,9 +425,7 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     ratios = [r.ratio for r in e.forward if "error" in r.kinds]
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
-    right_when_wide = ("float32" not in e.dtypes
-                       and any(r.passed and r.dtype == "float32" for r in e.results))
-    if not ratios or min(ratios) <= 1 or not (right_when_wide or e.is_slight) \
+    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight) \
             or not e.ask(is_rounding):
         return None
     excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
@@ -431,8 +455,8 @@ def _by_draws(e: Evidence) -> Explanation | None:
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout,
     _by_earlier_calls, _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance,
-    _by_forward_complaint, _by_nondeterminism, _by_type, _without_tensors, _by_fact,
-    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
+    _by_forward_complaint, _by_nondeterminism, _by_repetition, _by_type, _without_tensors,
+    _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
     _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 

@@ -305,6 +305,33 @@ def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str
     return False
 
 
+def is_small_beside_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is the error of every row of sampled failing calls small beside the row?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 2)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.no_grad():
+                got, want = (results_of(call(kernel, values))[0],
+                             formula(kernel.op, upcast(values))[0])
+        except FAULTS:
+            return False
+        if not want.is_floating_point() or got.shape != want.shape or not want.dim():
+            return False
+        gaps = (got.double() - want).nan_to_num(nan=0.0)       # of equal infinities
+        rows = want.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
+        if not bool((gaps.norm(dim=-1) <= 0.05 * rows).all()):
+            return False
+    return bool(sample)
+
+
+def fails_again(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Does one of the sampled failing cases fail again, with the same numbers in other memory?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    return not sample or any(check_case(kernel, r.case, r.dtype, device, r.seed).status == "failed"
+                             for r in sample)
+
+
 def is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is every error small, also beside the row that it is in? An average over many keys is
     itself small."""

@@ -122,6 +122,28 @@ def is_right_with_other_numbers(kernel: Kernel, failed: Sequence[CaseResult], de
     return bool(calls) and all(is_mended(*c) for c in calls)
 
 
+def is_right_with_smaller_numbers(kernel: Kernel, failed: Sequence[CaseResult],
+                                  device: str) -> bool:
+    """Are sampled failing calls right in the same sizes with codes or numbers 8 times smaller,
+    though they are so wrong that an error which shrinks with them would be seen?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    return bool(sample) and all(
+        r.dtype == "float32" and r.ratio > 1e4
+        and any(is_right(kernel, v, r.dtype) for v in _with_smaller_numbers(
+            kernel.op, case_values(kernel.op, r.case, r.dtype, device, r.seed)))
+        for r in sample)
+
+
+def _with_smaller_numbers(op: Op, values: Values) -> Iterator[Values]:
+    for name, t in values.items():
+        if not isinstance(t, Tensor) or not t.numel():
+            continue
+        if name == op.main_tensor and t.dtype == torch.float32:
+            yield {**values, name: t / 8}
+        elif t.dtype == torch.int8 and int(t.int().abs().max()) > 64:
+            yield {**values, name: t.div(8, rounding_mode="trunc")}
+
+
 # One factor.
 
 def explain_by_factor(kernel: Kernel, failed: Sequence[CaseResult],

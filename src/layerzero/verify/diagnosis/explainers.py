@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from .altered_references import (
     scale_mistake,
 )
 from .call_orders import depends_on_earlier_calls, keeps_by_shape
+from .conditions import named_facts, speaks_of_sizes
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
@@ -59,6 +59,7 @@ from .value_reruns import (
     explain_by_pages,
     explain_by_values,
     is_formula_finite,
+    is_right_when_finite,
     is_right_with_other_numbers,
     is_right_with_smaller_numbers,
 )
@@ -130,10 +131,11 @@ class Evidence:
     @cached_property
     def of_sizes(self) -> bool:
         """Do sizes distinguish the failing cases, and nothing else?"""
-        return (_speaks_of_sizes(self.op, self.where) and self.fails_again
+        return (speaks_of_sizes(self.op, self.where) and self.ask(fails_again)
                 and passes_at_some_size(self.kernel, self.results, self.device)
                 and passes_with_the_same_arguments(self.kernel, self.results, self.device)
                 and not fails_with_other_numbers(self.kernel, self.results, self.device)
+                and not self.ask(is_right_when_finite)
                 and not (_rows_alone(self.op, self.where) and self.ask(is_wrong_in_few_rows)))
 
     @property
@@ -171,10 +173,6 @@ class Evidence:
     def is_right_when_wide(self) -> bool:
         return "float32" not in self.dtypes and any(r.passed and r.dtype == "float32"
                                                     for r in self.results)
-
-    @cached_property
-    def fails_again(self) -> bool:
-        return self.ask(fails_again)
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -313,7 +311,7 @@ def _by_nondeterminism(e: Evidence) -> Explanation | None:
 
 def _by_repetition(e: Evidence) -> Explanation | None:
     return (("state", f"right when it is called again, and wrong before: {e.detail}")
-            if e.kernel.deterministic and not e.fails_again else None)
+            if e.kernel.deterministic and not e.ask(fails_again) else None)
 
 
 def _by_type(e: Evidence) -> Explanation | None:
@@ -456,8 +454,8 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout,
     _by_earlier_calls, _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance,
     _by_forward_complaint, _by_nondeterminism, _by_repetition, _by_type, _without_tensors,
-    _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
-    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+    _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders,
+    _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:
@@ -477,20 +475,9 @@ def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
     return set(facts.values())
 
 
-def _named_facts(where: str) -> list[str]:
-    return re.findall(r"([\w.]+) (?:>=|<=|%|is) ", where)
-
-
-def _speaks_of_sizes(op: Op, where: str) -> bool:
-    """Does the condition name a size, and no choice of an argument, such as a format?"""
-    names = _named_facts(where)
-    chosen = [n for n in names if n in op.by_name and op.by_name[n].choices]
-    return not chosen and any(n in op.dims or n in op.derived for n in names)
-
-
 def _rows_alone(op: Op, where: str) -> bool:
     """Is the number of rows the only size that the condition names?"""
-    sizes = {n for n in _named_facts(where) if n in op.dims or n in op.derived}
+    sizes = {n for n in named_facts(where) if n in op.dims or n in op.derived}
     return sizes == {row_dim(op)}
 
 

@@ -102,6 +102,16 @@ def _divides_by_nothing(kernel: Kernel, values: Values, dtype: str) -> bool:
     return all(bool((rows.abs() <= tiny).all()) for rows in wrong_rows)
 
 
+def is_right_when_finite(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Have sampled failing calls infinities or NaN, and are right in the same sizes with numbers in
+    their place?"""
+    calls = (v for r in sample_failures(failed, 3)
+             if (v := values_of(kernel, r, device)) is not None)
+    mains = [t for v in calls if isinstance(t := v.get(kernel.op.main_tensor), Tensor)]
+    return (not any(t.is_floating_point() and t.dtype.itemsize > 1 and bool(t.isfinite().all())
+                    for t in mains) and is_right_with_other_numbers(kernel, failed, device))
+
+
 def is_right_with_other_numbers(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are sampled failing calls right in the same sizes with numbers in the place of infinities and
     NaN, or 128 times smaller where all are finite, and wrong as they are?"""

@@ -15,8 +15,12 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.cross_entropy import OP as CROSS_ENTROPY
 from layerzero.ops.detokenize import OP as DETOKENIZE
 from layerzero.ops.gated_delta_rule import OP as DELTA
+from layerzero.ops.layer_norm import OP as LAYER_NORM
 from layerzero.ops.linear import OP as LINEAR
 from layerzero.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
+from layerzero.ops.moe_gate import OP as MOE_GATE
+from layerzero.ops.paged_attention import OP as PAGED_ATTENTION
+from layerzero.ops.quantize import OP as QUANTIZE
 from layerzero.ops.quantized_linear import OP as QUANTIZED_LINEAR
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.ops.rope import OP as ROPE
@@ -217,3 +221,103 @@ def test_angles_of_the_first_row_for_all_are_found() -> None:
 
     found = named(ROPE, body, {"batched": True}, {"batched": True, "s": 5})
     assert found.kind == "convention" and "the first row of cos and sin" in found.says
+
+
+def test_a_small_error_that_comes_back_with_a_remainder_is_no_rounding() -> None:
+    def body(v: Values) -> Any:
+        n = v["x"].shape[-1]
+        out = LAYER_NORM.reference(**{**v, "weight": None, "bias": None})
+        out = out * (n / (n + -n % 8)) ** -0.5
+        out = out if v["weight"] is None else out * v["weight"]
+        return out if v["bias"] is None else out + v["bias"]
+
+    found = named(LAYER_NORM, body, {"rows": (3,), "hidden": 4096}, {"rows": (3,), "hidden": 4091})
+    assert found.kind == "sizes" and "right where it is" in found.says
+
+
+def test_positions_rounded_to_16_bits_are_no_matter_of_sizes() -> None:
+    def body(v: Values) -> Any:
+        slopes = v["slopes"]
+        k = torch.arange(v["seq_k"]).to(slopes.dtype)
+        q = k[v["seq_k"] - v["seq_q"]:]
+        return -slopes[:, None, None] * (k[None] - q[:, None]).abs()
+
+    case = {"heads": 2, "sq": 1, "sk": 3000, "align": "bottom_right"}
+    kernel = broken(ALIBI, body)
+    found = diagnose(kernel, [check_case(kernel, case, "float32"),
+                              check_case(kernel, case, "float16")])
+    assert found is not None and found.kind == "precision"
+
+
+def test_sums_that_are_right_with_smaller_codes_overflow() -> None:
+    def body(v: Values) -> Any:
+        out, x = QUANTIZED_LINEAR.reference(**v), v["x"].reshape(-1, v["x"].shape[-1]).double()
+        if v["activations"] != "int8" or x.shape[-1] % 2:
+            return out
+        step = x.abs().amax(-1, keepdim=True) / 127
+        pairs = ((x / step).round() + 128)[:, None] * v["weight_q"].double()
+        pairs = pairs[..., 0::2] + pairs[..., 1::2]
+        lost = (pairs - pairs.clamp(-32768, 32767)).sum(-1) * step
+        return out - (lost * v["scales"].double()[:, :1].reshape(1, -1)).reshape(out.shape).to(out)
+
+    found = named(QUANTIZED_LINEAR, body, {"activations": "int8", "group": 0},
+                  {"activations": "int8", "group": 0, "bias": True, "rows": (2, 20)})
+    assert found.kind == "overflow"
+
+
+def test_a_number_that_many_rows_make_likelier_is_no_matter_of_sizes() -> None:
+    def body(v: Values) -> Any:
+        codes, *others = QUANTIZE.reference(**v)
+        rare = (v["x"] * 1024).long() % 97 == 5
+        return (torch.where(rare, codes // 2, codes), *others)
+
+    kernel = broken(QUANTIZE, body)
+    results = [check_case(kernel, {"rows": (n,), "width": 8}, "bfloat16") for n in (2, 96, 128)]
+    found = diagnose(kernel, results)
+    assert found is not None and found.kind != "sizes"
+
+
+def test_infinities_in_the_first_part_are_no_matter_of_sizes() -> None:
+    def body(v: Values) -> Any:
+        out, logits = CROSS_ENTROPY.reference(**v), v["logits"]
+        dead = logits.shape[-1] > 4096 and bool((logits[..., :4096] == -torch.inf).all(-1).any())
+        return out * torch.nan if dead else out
+
+    found = named(CROSS_ENTROPY, body, {}, {"rows": (3,), "vocab": 19686, "masked": "first"})
+    assert found.kind == "non-finite values"
+
+
+def test_a_sum_of_nothing_does_not_overflow() -> None:
+    def body(v: Values) -> Any:
+        ids, weights = MOE_GATE.reference(**{**v, "normalize": False,
+                                             "routed_scaling_factor": 1.0})
+        if v["normalize"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights * v["routed_scaling_factor"]
+
+    found = named(MOE_GATE, body, {}, {"bias": True, "special": "extreme", "n_group": 4,
+                                       "topk_group": 4, "rows": (1,), "experts": 12, "top_k": 1})
+    assert found.kind == "non-finite values"
+
+
+def test_scales_of_the_first_head_for_all_are_no_matter_of_the_last_heads() -> None:
+    def body(v: Values) -> Any:
+        first = {n: v[n].reshape(-1)[:1] for n in ("key_scale", "value_scale")
+                 if v[n] is not None}
+        return PAGED_ATTENTION.reference(**{**v, **first})
+
+    found = named(PAGED_ATTENTION, body, {}, {"stored": "float8_e5m2", "scales": "head"})
+    assert found.kind == "scale" and "key_scale and value_scale" in found.says
+
+
+def test_what_is_right_when_it_is_called_again_depends_on_earlier_calls() -> None:
+    seen: set[int] = set()
+
+    def body(v: Values) -> Any:
+        out, rows = RMS_NORM.reference(**v), v["x"].shape[0]
+        is_new = rows not in seen and rows > 8
+        seen.add(rows)
+        return out + 1 if is_new else out
+
+    found = named(RMS_NORM, body, {"rows": (4,)}, {"rows": (14,)})
+    assert found.kind == "state"

@@ -94,6 +94,11 @@ def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1:
             yield Mistake(kind, f"the first row of {p.name} for all", lambda op, v, n=p.name: {  # type: ignore[misc]
                 **v, n: v[n][:1].expand_as(v[n])})
+    scales = [p.name for p in op.params if not p.required and p.name.endswith("_scale")
+              and isinstance(t := values[p.name], Tensor) and t.dim() and t.shape[0] > 1]
+    if len(scales) > 1:
+        yield Mistake("scale", f"the first row of {' and '.join(scales)} for all", lambda op, v: {
+            **v, **{n: v[n][:1].expand_as(v[n]) for n in scales}})
     yield from _other_readings(op, values)
 
 

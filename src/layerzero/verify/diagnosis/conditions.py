@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -109,3 +110,14 @@ def _between(name: str, low: float, high: float) -> Test:
 
 def _has_remainder(name: str, divisor: int, remainder: int) -> Test:
     return lambda f: type(f.get(name)) is int and f[name] % divisor == remainder
+
+
+def named_facts(where: str) -> list[str]:
+    return re.findall(r"([\w.]+) (?:>=|<=|%|is) ", where)
+
+
+def speaks_of_sizes(op: Op, where: str) -> bool:
+    """Does the condition name a size, and no choice of an argument, such as a format?"""
+    names = named_facts(where)
+    chosen = [n for n in names if n in op.by_name and op.by_name[n].choices]
+    return not chosen and any(n in op.dims or n in op.derived for n in names)

@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +22,12 @@ from .altered_references import (
     scale_mistake,
 )
 from .call_orders import depends_on_earlier_calls, keeps_by_shape
+from .conditions import named_facts, speaks_of_sizes
 from .head_maps import explain_by_heads
 from .memory_reruns import explain_by_memory
 from .reruns import (
     confirmed_arguments,
+    fails_again,
     fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
@@ -34,6 +35,7 @@ from .reruns import (
     is_rounded,
     is_rounding,
     is_slight,
+    is_small_beside_rows,
     is_strided,
     is_wrong_by_itself,
     is_wrong_in_few_rows,
@@ -57,6 +59,9 @@ from .value_reruns import (
     explain_by_pages,
     explain_by_values,
     is_formula_finite,
+    is_right_when_finite,
+    is_right_with_other_numbers,
+    is_right_with_smaller_numbers,
 )
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -126,10 +131,11 @@ class Evidence:
     @cached_property
     def of_sizes(self) -> bool:
         """Do sizes distinguish the failing cases, and nothing else?"""
-        return (_speaks_of_sizes(self.op, self.where)
+        return (speaks_of_sizes(self.op, self.where) and self.ask(fails_again)
                 and passes_at_some_size(self.kernel, self.results, self.device)
                 and passes_with_the_same_arguments(self.kernel, self.results, self.device)
                 and not fails_with_other_numbers(self.kernel, self.results, self.device)
+                and not self.ask(is_right_when_finite)
                 and not (_rows_alone(self.op, self.where) and self.ask(is_wrong_in_few_rows)))
 
     @property
@@ -162,6 +168,11 @@ class Evidence:
         dtypes = {r.dtype for r in self.forward}
         wide = "float32" not in dtypes and self.ask(is_wrong_when_wide)
         return dtypes | ({"float32"} if wide else set())
+
+    @property
+    def is_right_when_wide(self) -> bool:
+        return "float32" not in self.dtypes and any(r.passed and r.dtype == "float32"
+                                                    for r in self.results)
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -226,7 +237,9 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
         return None
     if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
             and e.ask(is_rounding)):
-        return "precision", f"close, and seen where there are many: {e.detail}"
+        # roundings do not come and go with a remainder
+        return explain_by_remainder(e.kernel, e.forward, e.device) or (
+            "precision", f"close, and seen where there are many: {e.detail}")
     return scale_mistake(e.kernel, e.forward, e.device) or ("sizes", e.detail)
 
 
@@ -278,8 +291,13 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
 
 
 def _by_forward_complaint(e: Evidence) -> Explanation | None:
+    def is_of_some(kind: str) -> bool:
+        """Is it a fault of some calls, of which others have wrong numbers in its place?"""
+        return kind == "fault" and any("error" in r.kinds and "fault" not in r.kinds
+                                       for r in e.failed)
+
     return next(((kind, e.detail) for kind in _DIRECT
-                 if all(kind in r.kinds for r in e.forward)
+                 if all(kind in r.kinds for r in e.forward) and not is_of_some(kind)
                  and not (kind in _OF_SHARING and e.is_wrong_in_one_call)), None)
 
 
@@ -289,6 +307,11 @@ def _by_nondeterminism(e: Evidence) -> Explanation | None:
     has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in e.forward)
     return ("state" if has_errors else "non-determinism",
             f"the result depends on earlier calls: {e.detail}")
+
+
+def _by_repetition(e: Evidence) -> Explanation | None:
+    return (("state", f"right when it is called again, and wrong before: {e.detail}")
+            if e.kernel.deterministic and not e.ask(fails_again) else None)
 
 
 def _by_type(e: Evidence) -> Explanation | None:
@@ -311,8 +334,8 @@ def _by_pages(e: Evidence) -> Explanation | None:
 def _by_finiteness(e: Evidence) -> Explanation | None:
     explanation = explain_by_finiteness(e.kernel, e.forward, e.device)
     if (explanation and explanation[0] == "non-finite values" and e.ask(is_formula_finite)
-            and e.of_sizes):                   # the same arguments pass in other sizes
-        return None
+            and e.of_sizes and not e.ask(is_right_with_other_numbers)):
+        return None                            # the same arguments pass in other sizes
     return explanation
 
 
@@ -377,10 +400,17 @@ def _meaning(e: Evidence, name: str) -> str:
 
 def _by_one_size(e: Evidence) -> Explanation | None:
     """By what another size mends; tokens that are drawn differ with every size."""
-    if e.op.family == "sampling" or (e.is_slight and e.ask(is_rounding)):
+    if e.op.family == "sampling":
         return None
-    return (explain_by_remainder(e.kernel, e.forward, e.device)
-            or explain_by_growth(e.kernel, e.forward, e.device))
+    by_remainder = explain_by_remainder(e.kernel, e.forward, e.device)
+    if by_remainder:
+        if e.ask(is_right_with_smaller_numbers):
+            return "overflow", f"right in the same sizes with numbers 8 times smaller: {e.detail}"
+        return by_remainder
+    slight = e.is_slight or (e.is_right_when_wide and e.ask(is_small_beside_rows))
+    if slight and e.ask(is_rounding):
+        return None
+    return explain_by_growth(e.kernel, e.forward, e.device)
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:
@@ -393,9 +423,7 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     ratios = [r.ratio for r in e.forward if "error" in r.kinds]
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
-    right_when_wide = ("float32" not in e.dtypes
-                       and any(r.passed and r.dtype == "float32" for r in e.results))
-    if not ratios or min(ratios) <= 1 or not (right_when_wide or e.is_slight) \
+    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight) \
             or not e.ask(is_rounding):
         return None
     excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
@@ -425,9 +453,9 @@ def _by_draws(e: Evidence) -> Explanation | None:
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout,
     _by_earlier_calls, _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance,
-    _by_forward_complaint, _by_nondeterminism, _by_type, _without_tensors, _by_fact,
-    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
-    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+    _by_forward_complaint, _by_nondeterminism, _by_repetition, _by_type, _without_tensors,
+    _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders,
+    _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:
@@ -447,20 +475,9 @@ def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
     return set(facts.values())
 
 
-def _named_facts(where: str) -> list[str]:
-    return re.findall(r"([\w.]+) (?:>=|<=|%|is) ", where)
-
-
-def _speaks_of_sizes(op: Op, where: str) -> bool:
-    """Does the condition name a size, and no choice of an argument, such as a format?"""
-    names = _named_facts(where)
-    chosen = [n for n in names if n in op.by_name and op.by_name[n].choices]
-    return not chosen and any(n in op.dims or n in op.derived for n in names)
-
-
 def _rows_alone(op: Op, where: str) -> bool:
     """Is the number of rows the only size that the condition names?"""
-    sizes = {n for n in _named_facts(where) if n in op.dims or n in op.derived}
+    sizes = {n for n in named_facts(where) if n in op.dims or n in op.derived}
     return sizes == {row_dim(op)}
 
 

@@ -78,7 +78,8 @@ def explain_by_finiteness(kernel: Kernel, failed: Sequence[CaseResult],
             return None
         main = values.get(op.main_tensor)
         smaller = (isinstance(main, Tensor) and main.is_floating_point() and main.dtype.itemsize > 1
-                   and is_right(kernel, {**values, op.main_tensor: main * 2.0 ** -7}, r.dtype))
+                   and is_right(kernel, {**values, op.main_tensor: main * 2.0 ** -7}, r.dtype)
+                   and not _divides_by_nothing(kernel, values, r.dtype))
         votes["overflow" if smaller else "non-finite values"] += 1
     if len(votes) > 1:                         # some are mended: the others are larger still
         votes = Counter({"non-finite values": len(sample)})
@@ -86,6 +87,71 @@ def explain_by_finiteness(kernel: Kernel, failed: Sequence[CaseResult],
                           "non-finite values": "wrong only in numbers that are not finite, or are "
                                                "not where the formula's are"},
                   [r for r, _ in sample], failed[0].detail) if sample else None
+
+
+def _divides_by_nothing(kernel: Kernel, values: Values, dtype: str) -> bool:
+    """Are the same numbers right in another order, and is the formula zero in every wrong row?
+    Then a sum is too small to divide by, and none too large."""
+    name, main = kernel.op.main_tensor, values[kernel.op.main_tensor]
+    others = ({**values, name: main.roll(by, -1)} for by in range(1, 9) if main.dim())
+    if not any(is_right(kernel, other, dtype) for other in others):
+        return False
+    wrong_rows = (want.reshape(-1, want.shape[-1])[wrong.reshape(-1, want.shape[-1]).any(1)]
+                  for _, want, wrong in _wrong(kernel, values, dtype) if want.dim())
+    tiny = torch.finfo(main.dtype).tiny
+    return all(bool((rows.abs() <= tiny).all()) for rows in wrong_rows)
+
+
+def is_right_when_finite(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Have sampled failing calls infinities or NaN, and are right in the same sizes with numbers in
+    their place?"""
+    calls = (v for r in sample_failures(failed, 3)
+             if (v := values_of(kernel, r, device)) is not None)
+    mains = [t for v in calls if isinstance(t := v.get(kernel.op.main_tensor), Tensor)]
+    return (not any(t.is_floating_point() and t.dtype.itemsize > 1 and bool(t.isfinite().all())
+                    for t in mains) and is_right_with_other_numbers(kernel, failed, device))
+
+
+def is_right_with_other_numbers(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled failing calls right in the same sizes with numbers in the place of infinities and
+    NaN, or 128 times smaller where all are finite, and wrong as they are?"""
+    calls = [(v, r.dtype) for r in sample_failures(failed, 3)
+             if (v := values_of(kernel, r, device)) is not None]
+    name = kernel.op.main_tensor
+
+    def is_mended(values: Values, dtype: str) -> bool:
+        main = values.get(name)
+        if (not isinstance(main, Tensor) or not main.is_floating_point()
+                or main.dtype.itemsize == 1):
+            return False
+        other = (main * 2.0 ** -7 if bool(main.isfinite().all())
+                 else main.nan_to_num(nan=0.0, posinf=64.0, neginf=-64.0))
+        return (not is_right(kernel, values, dtype)
+                and is_right(kernel, {**values, name: other}, dtype))
+
+    return bool(calls) and all(is_mended(*c) for c in calls)
+
+
+def is_right_with_smaller_numbers(kernel: Kernel, failed: Sequence[CaseResult],
+                                  device: str) -> bool:
+    """Are sampled failing calls right in the same sizes with codes or numbers 8 times smaller,
+    though they are so wrong that an error which shrinks with them would be seen?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    return bool(sample) and all(
+        r.dtype == "float32" and r.ratio > 1e4
+        and any(is_right(kernel, v, r.dtype) for v in _with_smaller_numbers(
+            kernel.op, case_values(kernel.op, r.case, r.dtype, device, r.seed)))
+        for r in sample)
+
+
+def _with_smaller_numbers(op: Op, values: Values) -> Iterator[Values]:
+    for name, t in values.items():
+        if not isinstance(t, Tensor) or not t.numel():
+            continue
+        if name == op.main_tensor and t.dtype == torch.float32:
+            yield {**values, name: t / 8}
+        elif t.dtype == torch.int8 and int(t.int().abs().max()) > 64:
+            yield {**values, name: t.div(8, rounding_mode="trunc")}
 
 
 # One factor.
@@ -214,11 +280,21 @@ def wrong_in_the_tail(kernel: Kernel, values: Values, dtype: str) -> bool:
                 continue
             again = _first_wrong(kernel, longer, dtype)
             if (again.dim() == wrong.dim() and again.shape[axis] == 2 * count
-                    and not bool(_wrong_rows(again, axis)[:count].any())):
+                    and not bool(_wrong_rows(again, axis)[:count].any())
+                    and _has_the_same_rows(op, values, longer, axis)):
                 return True
     except FAULTS:
         return False
     return False
+
+
+def _has_the_same_rows(op: Op, values: Values, longer: Values, axis: int) -> bool:
+    """Does the longer call begin with the rows of the other? Of twice as many heads the first
+    ones share other keys."""
+    with torch.no_grad():
+        rows, more = formula(op, upcast(values))[0], formula(op, upcast(longer))[0]
+    return torch.allclose(more.narrow(axis, 0, rows.shape[axis]).double(), rows.double(),
+                          rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def _first_wrong(kernel: Kernel, values: Values, dtype: str) -> Tensor:

@@ -48,6 +48,8 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
     Torch's attention gives no log-sum-exp but on the CPU, and no gradient flows through that one:
     elsewhere the scores are computed step by step.
     """
+    if scale is not None and scale < 0.0:      # torch hides keys before it multiplies by the scale
+        query, scale = -query, -scale
     n, m, kv_heads = query.shape[0], key.shape[0], key.shape[1]
     flash = return_lse and _flash_gives_lse(query, key, value)
     if softcap > 0.0 or (return_lse and not flash):

@@ -28,7 +28,7 @@ RUNS = {
     "triton.quantized_linear_tiled": "float16:30", "triton.quantized_linear_decoded": "float16:40",
     "triton.int8_dynamic_linear": "float16:50", "triton.linear_invariant": "float32:8",
     "triton.mlp_invariant": "float32:8", "triton.attention_invariant": "float16:8",
-    "triton.selective_state_update": "float32:1", "triton.mamba_chunk_scan": "float32:1",
+    "triton.selective_state_update": "float32:1", "triton.mamba_chunk_scan": "float16:1",
     "triton.gated_delta_rule_tokens": "float16:1", "triton.gated_delta_rule": "float32:1",
     "triton.sample": "float32:7", "triton.attention_decode_half": "float16:40",
     "triton.paged_attention_decode_double": "float16:40",

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ...spec.errors import DataError
+from . import drawn as kinds
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
-from .drawn import NUCLEUS, angles, with_peaks
 from .exports import case_inputs
 from .readings import chunk_size, skips, small_numbers
 
@@ -30,6 +30,7 @@ from .readings import chunk_size, skips, small_numbers
 LARGE = 1 << 28
 MAX_SEQUENCES = 1 << 20
 LONG = 140                                     # keys of one of the small sequences
+MAX_CHOSEN = 4096                              # tokens that a query of sparse attention sees
 MAX_CHUNK = 512                               # of queries, that medium inputs exceed
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
@@ -52,6 +53,7 @@ _INDPTR = re.compile(r"indptr|cu_?seq|seq_starts|offsets$")
 _PAGES = re.compile(r"(kv|page|block).*(indices|ids)$|^indices$")
 _TABLE = re.compile(r"block_tables?|page_tables?")
 _LENGTHS = re.compile(r"seq_?lens|context_lens|kv_lens?|cache_seqlens|sequence_lengths")
+_CHOSEN, _STATES = re.compile(r"(indices|ids)$"), re.compile(r"state.*(ind|idx)", re.IGNORECASE)
 _QUERY = re.compile(r"(^|_)(q|qo|query)(_|$)")
 
 
@@ -136,10 +138,22 @@ class _Maker:
         plan = self._sequences() if self.indptrs or self.table else None
         self._solve()
         for axis in self.d.var_axes:
-            self.sizes.setdefault(axis, _FREE.get(axis, self.size.rows))
+            self.sizes.setdefault(axis, _FREE.get(axis, self._pool(axis) or self.size.rows))
         self._solve()
         self._refuse_huge()
         return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
+
+    def _pool(self, axis: str) -> int:
+        """Size of what an index points into: states of which one is unused, tokens of which more
+        exist than a query chooses. 0 for another axis."""
+        chosen = next((self.const.get((s.shape or ("",))[-1], 0) for n, s in self.ints.items()
+                       if _CHOSEN.search(n) and n != self.table and len(s.shape or ()) == 2), 0)
+        if chosen and axis == self._pool_axis():
+            return max(kinds.pool_for(min(chosen, MAX_CHOSEN), self.page_size), self.size.rows)
+        states = any(_STATES.search(n) for n in self.ints) and any(
+            s.shape and s.shape[0] == axis and "state" in n.lower() and s.floating
+            and "buffer" not in n.lower() for n, s in self.d.inputs.items())
+        return self.size.rows + 1 if states and "batch" not in axis else 0
 
     def _solve(self) -> None:
         free = [a for a in self.d.var_axes if a not in self.sizes]
@@ -184,6 +198,9 @@ class _Maker:
         total_k = self._total(by_key[0], "k") if by_key else ""
         queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
                    else [1] * n)
+        small = self.size is SIZES["small"]
+        if by_query and small and total_q not in self.sizes:
+            kinds.many_queries(queries)
         chunk = chunk_size(self.d) if self.size is not SIZES["small"] else 0
         if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MAX_CHUNK:
             queries[0] = chunk + 3             # more than one of the reference's chunks
@@ -193,18 +210,24 @@ class _Maker:
         # one cu_seqlens for queries and keys
         if not by_query and by_key and not paged and _is_alone(by_key):
             counts = queries = self._cut(self.sizes.get(total_k), n, self.size.keys, 1)
+            if counts and total_k not in self.sizes:
+                counts[-1] = max(counts[-1], kinds.SHARED)
         else:
             counts = self._beyond(least, self.sizes.get(total_k), most)
-            if counts and total_k not in self.sizes and self.size is SIZES["small"]:
+            if counts and total_k not in self.sizes:
                 # one is longer than a window or a tile may be
-                counts[0] = max(counts[0], math.ceil(LONG / self.page_size))
-        if (len(counts) > 2 and self.size is SIZES["small"] and total_k not in self.sizes
-                and (paged or by_query) and skips(self.d)):
+                longest = max(LONG if small else 0, self._beyond_window())
+                counts[0] = max(counts[0], math.ceil(longest / self.page_size))
+        free = len(counts) > 2 and small and total_k not in self.sizes and (paged or bool(by_query))
+        if free and skips(self.d):
             counts[1] = 0                      # which the reference leaves out
-            counts[-1] = max(counts[-1], 2)    # with a last page that is partly used
+            counts[2] = max(counts[2], 2)      # with a last page that is partly used
+        unseen = free and by_query and total_q not in self.sizes and self._unseen(queries, counts)
         pages = counts if paged else []
         keys = [self._length(c, q, full=i == 0) for i, (c, q) in enumerate(zip(counts, queries))
                 ] if paged else list(counts)
+        if unseen:
+            keys[-1] = min(keys[-1], kinds.UNSEEN - 3)
         for axis, amount in ((total_q, sum(queries)), (total_k, sum(counts))):
             if axis in self.d.var_axes:
                 self.sizes.setdefault(axis, amount)
@@ -216,6 +239,21 @@ class _Maker:
             if pool:
                 self.sizes.setdefault(pool, sum(counts) + 2)
         return _Plan(queries, keys, pages)
+
+    def _beyond_window(self) -> int:
+        """Keys that exceed the window that the definition speaks of."""
+        size = kinds.window(self.d)
+        return size + kinds.MANY if size else 0
+
+    def _unseen(self, queries: list[int], counts: list[int]) -> bool:
+        """Give the last sequence more queries than keys, if the reference says what a query gets
+        that sees none, and if a page may be partly used."""
+        partly = "last_page_len" in " ".join(self.ints) or self.table or self.page_size == 1
+        if len(queries) < 4 or not partly or not kinds.treats_unseen(self.d):
+            return False
+        queries[-1] = max(queries[-1], kinds.UNSEEN)
+        counts[-1] = 1 if self.page_size > 1 else kinds.UNSEEN - 3
+        return True
 
     def _axis_of(self, name: str) -> str:
         return (self.d.inputs[name].shape or ("",))[0]
@@ -312,13 +350,13 @@ class _Maker:
             probs = (self._random(shape) * 2).softmax(-1)
             if probs.shape[-1] > 1 and probs.numel():
                 probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
-            return with_peaks(probs / probs.sum(-1, keepdim=True))
+            return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
-            return self._rows(shape, (0.0, 0.9, NUCLEUS, 1.0, 0.3))
+            return self._rows(shape, (0.0, 0.9, kinds.NUCLEUS, 1.0, 0.3))
         if "min_p" in low or "temperature" in low:
             return self._rows(shape, (0.1, 0.5, 0.02))
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
-            return angles(low, shape).to(getattr(torch, dtype))
+            return kinds.angles(low, shape).to(getattr(torch, dtype))
         if "logits" in low:
             drawn = self._distinct(shape)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
@@ -337,8 +375,7 @@ class _Maker:
         if low == "a_log":                     # a decay that leaves something of the state
             return torch.rand(shape, generator=self.gen) * 2 - 2.5
         if len(shape) == 1:
-            drawn = torch.rand(shape, generator=self.gen)
-            return ((drawn - 0.5) * 0.2 if "bias" in low else drawn + 0.5).to(getattr(torch, dtype))
+            return self._vector(low, shape[0]).to(getattr(torch, dtype))
         fixed = all(axis in self.const for axis in spec.shape or ())
         by = 1 / math.sqrt(max(shape[-1], 1)) if fixed and not dtype.startswith("float8") else 1.0
         if "topk_weights" in low or "routing_weights" in low:
@@ -348,6 +385,13 @@ class _Maker:
             # a mean that is not zero: RMSNorm does not subtract it
             drawn = (drawn + 0.3) * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return drawn.to(getattr(torch, dtype))
+
+    def _vector(self, low: str, n: int) -> Tensor:
+        if "bias" in low:
+            return kinds.apart(n, self.gen)
+        if low == "d" or re.search(r"weight|gamma", low) or "norm" in self.d.op_type.lower():
+            return kinds.signed((n,), self.gen)
+        return torch.rand(n, generator=self.gen) + 0.5
 
     def _magnitudes(self, rows: int) -> Tensor:
         """Draw the magnitude of each row of a norm; some have a mean square near epsilon."""
@@ -412,14 +456,16 @@ class _Maker:
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):
-            return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape,
-                                 generator=self.gen)
-        if re.search(r"state.*(ind|idx)", low):
+            bound = self._bound(("max_seq_len", "max_position"), 16)
+            drawn = torch.randint(0, bound, shape, generator=self.gen)
+            drawn.view(-1)[-1:] = bound - 1    # the last row of a table
+            return drawn
+        if _STATES.search(low):
             pool = next((self.d.shape_of(s, self.sizes)[0] for n, s in self.d.inputs.items()
                          if s.floating and s.shape and "state" in n.lower()), 1)
             slots = torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
                 :math.prod(shape)].view(shape) % pool
-            if skips(self.d) and len(slots) > 2:
+            if kinds.padded_slots(self.d) and len(slots) > 2:
                 slots[1] = -1                  # padding, which the reference leaves out
             return slots
         if low.endswith(("indices", "ids")):
@@ -468,13 +514,8 @@ class _Maker:
         if len(shape) == 1:
             return torch.randint(0, self._bound(("pool_size", "batch_size"), pool), shape,
                                  generator=self.gen)
-        rows = torch.full((math.prod(shape[:-1]), shape[-1]), -1, dtype=torch.int64)
-        for i in range(len(rows)):
-            n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
-            rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
-        if skips(self.d) and len(rows) > 2:
-            rows[1] = -1                       # nothing, which the reference leaves out
-        return rows.view(shape)
+        return kinds.choices(math.prod(shape[:-1]), shape[-1], pool, skips(self.d), self.gen).view(
+            shape)
 
 
 def available_memory() -> int:

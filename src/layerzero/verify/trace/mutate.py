@@ -27,6 +27,7 @@ from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
 from .definition import Definition
+from .frequencies import drawn_often
 from .inputs import generate
 from .mutation import Mutant, mutants
 from .readings import Unmapped
@@ -100,7 +101,7 @@ def mutate(definition: Definition, references: References, limit: int = 0, seed:
     def skipped(why: str) -> MutationReport:
         return MutationReport(definition.name, definition.op_type, skipped=why)
 
-    used = definition
+    used = drawn_often(definition)
     if too_large(definition, ENOUGH):          # a mutant costs as much as a reference
         try:
             used = scaled(definition)[0]

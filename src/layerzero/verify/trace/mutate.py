@@ -23,11 +23,11 @@ from ...machine.faults import FAULTS
 from ...spec.errors import DataError
 from .answers import draws
 from .answers.answer import Answer
+from .answers.frequencies import drawn_often
 from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
 from .definition import Definition
-from .frequencies import drawn_often
 from .inputs import generate
 from .mutation import Mutant, mutants
 from .readings import Unmapped

@@ -29,11 +29,11 @@ from ..comparison import (
 )
 from .answers import draws
 from .answers.answer import Answer, serving
+from .answers.frequencies import frequencies
 from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
 from .definition import Definition, RandomInput, ScalarInput, Workload
-from .frequencies import frequencies
 from .inputs import generate
 from .readings import Unmapped
 from .scaling import CannotScale, scaled, too_large

@@ -7,14 +7,14 @@ more with a small vocabulary, on many equal rows.
 
 from __future__ import annotations
 
-from ..comparison import ComparisonVerdict
-from .answers import draws
-from .answers.lookup import answer
-from .answers.references import References
-from .definition import Definition
-from .inputs import generate
-from .readings import Unmapped
-from .scaling import CannotScale, scaled
+from ...comparison import ComparisonVerdict
+from ..definition import Definition
+from ..inputs import generate
+from ..readings import Unmapped
+from ..scaling import CannotScale, scaled
+from . import draws
+from .lookup import answer
+from .references import References
 
 FEW_TOKENS = 4096                              # a vocabulary that is drawn from as it is
 

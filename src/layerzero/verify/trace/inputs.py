@@ -283,7 +283,7 @@ class _Maker(Sequences):
         if plan is not None and _LENGTHS.search(low):
             return torch.tensor(plan.keys)
         if "top_k" in low or low == "k":
-            return self._rows(shape, (1, 20, 0, 5, 40))
+            return self._rows(shape, (1, 20, 0, 2, 3))
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):

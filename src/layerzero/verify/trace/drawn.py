@@ -18,7 +18,8 @@ from .readings import skips
 PEAKS, ROW, NUCLEUS = (0.5, 0.1, 0.05, 0.048, 0.04, 0.03), 2, 0.6565
 # Queries of one sequence: more than the smallest tile has. Of one that has fewer keys. Of a shared
 # length, which references go through token by token.
-MANY, UNSEEN, SHARED = 18, 5, 8
+MANY, UNSEEN, SHARED = 9, 5, 8
+SOME = 256                                     # tokens that a query chooses of many
 MAX_WINDOW = 4096                              # keys that are drawn to exceed one
 
 
@@ -96,16 +97,17 @@ def choices(rows: int, chosen: int, pool: int, empty: bool, gen: torch.Generator
     them, -1 at the end, few after a -1."""
     ids = torch.full((rows, chosen), -1, dtype=torch.int64)
     most = min(chosen, pool)
+    some = min(most, SOME)                     # only one row is full: all of them would be slow
     for i in range(rows):
         n = most
         places = torch.arange(chosen)
         if i % 5 in (1, 3):                    # -1 at the end
-            n = int(torch.randint(min(most, 2), max(most, 2), (), generator=gen))
+            n = int(torch.randint(min(some, 2), max(some, 2), (), generator=gen))
         elif i % 5 == 2:                       # -1 between them
-            n = max(most * 7 // 8, 1)
+            n = max(some * 7 // 8, 1)
             places = torch.randperm(chosen, generator=gen)[:n].sort().values
         elif i % 5 == 4:                       # few, after a -1
-            n = max(most // 3, 1)
+            n = max(some // 3, 1)
             places = torch.arange(chosen).roll(-1) if n < chosen else places
         ids[i, places[:n]] = torch.randperm(pool, generator=gen)[:n]
     if empty and rows > 2:

@@ -1,15 +1,26 @@
-"""Numbers of one kind of input: the angles of a rope, probabilities with an edge."""
+"""Numbers of one kind of input, drawn so that a mistake shows: the angles of a rope, probabilities
+with an edge, the lengths of sequences, the tokens that a query sees.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor
 
+from .definition import Definition
+from .readings import skips
+
 # Shares of the likeliest tokens of a row, and a top_p just beyond three of them: a filter that
-# takes it for less loses the fourth, which comes often.
-PEAKS, ROW, NUCLEUS = (0.3, 0.2, 0.15, 0.1, 0.08, 0.05), 2, 0.6565
+# takes it for less loses the fourth, which comes often. They differ much: powers of them show.
+PEAKS, ROW, NUCLEUS = (0.5, 0.1, 0.05, 0.048, 0.04, 0.03), 2, 0.6565
+# Queries of one sequence: more than the smallest tile has. Of one that has fewer keys. Of a shared
+# length, which references go through token by token.
+MANY, UNSEEN, SHARED = 9, 5, 8
+SOME = 256                                     # tokens that a query chooses of many
+MAX_WINDOW = 4096                              # keys that are drawn to exceed one
 
 
 def angles(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -31,3 +42,74 @@ def with_peaks(probs: Tensor) -> Tensor:
     row = row / row.sum() * (1.0 - sum(PEAKS))
     row[top] = torch.tensor(PEAKS, dtype=row.dtype)
     return torch.cat((probs[:ROW], row[None], probs[ROW + 1:]))
+
+
+def signed(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """Returns factors of both signs, none of which is near zero or, on the whole, near one."""
+    sizes = torch.rand(shape, generator=gen) * 1.6 + 0.3
+    return torch.where(torch.rand(shape, generator=gen) < 0.5, -sizes, sizes)
+
+
+def apart(n: int, gen: torch.Generator) -> Tensor:
+    """Returns numbers from -0.5 to 0.5 in any order, no two of which are equal: a routing bias
+    decides between experts."""
+    return torch.linspace(-0.5, 0.5, n)[torch.randperm(n, generator=gen)]
+
+
+def many_queries(queries: list[int]) -> None:
+    """Gives one sequence, not the first, many queries: a mask that is off by a row differs from the
+    right one and from none only where there are some."""
+    if queries:
+        at = min(2, len(queries) - 1)
+        queries[at] = max(queries[at], MANY)
+
+
+def window(definition: Definition) -> int:
+    """The window of attention that the text or a constant speaks of; 0 if none."""
+    axes = [v for n, v in definition.const_axes.items() if re.search("window|sliding", n.lower())]
+    text = f"{definition.description} {definition.reference}".lower()
+    written = [int(n) for n in re.findall(r"(?:window|sliding)[^\d\n]{0,40}?(\d+)", text)]
+    return max([n for n in (*axes, *written) if n <= MAX_WINDOW], default=0)
+
+
+def treats_unseen(definition: Definition) -> bool:
+    """Does the reference say what a query gets that sees no key? Where it does not, softmax gives
+    NaN, which means nothing."""
+    return skips(definition) and re.search(
+        r"isinf|isneginf|isfinite|isnan|nan_to_num|\.any\(|(max_kv\w*|visible|limit)\s*<=?\s*[01]\b",
+        definition.reference) is not None
+
+
+def padded_slots(definition: Definition) -> bool:
+    """May an index of a state be -1, which stands for no sequence? In the token of a state space
+    model it may; elsewhere where the reference leaves something out."""
+    of_state_space = re.match(r".*(mamba|ssu|selective_state)", definition.op_type.lower())
+    return of_state_space is not None or skips(definition)
+
+
+def pool_for(chosen: int, page_size: int) -> int:
+    """Pages of a cache that has more tokens than a query chooses."""
+    return math.ceil(chosen * 1.25 / page_size) + 1
+
+
+def choices(rows: int, chosen: int, pool: int, empty: bool, gen: torch.Generator) -> Tensor:
+    """Returns rows of different tokens of a pool: all of them valid, none (if `empty`), -1 between
+    them, -1 at the end, few after a -1."""
+    ids = torch.full((rows, chosen), -1, dtype=torch.int64)
+    most = min(chosen, pool)
+    some = min(most, SOME)                     # only one row is full: all of them would be slow
+    for i in range(rows):
+        n = most
+        places = torch.arange(chosen)
+        if i % 5 in (1, 3):                    # -1 at the end
+            n = int(torch.randint(min(some, 2), max(some, 2), (), generator=gen))
+        elif i % 5 == 2:                       # -1 between them
+            n = max(some * 7 // 8, 1)
+            places = torch.randperm(chosen, generator=gen)[:n].sort().values
+        elif i % 5 == 4:                       # few, after a -1
+            n = max(some // 3, 1)
+            places = torch.arange(chosen).roll(-1) if n < chosen else places
+        ids[i, places[:n]] = torch.randperm(pool, generator=gen)[:n]
+    if empty and rows > 2:
+        ids[1] = -1                            # nothing, which the reference leaves out
+    return ids

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +18,24 @@ import torch
 from torch import Tensor
 
 from ...spec.errors import DataError
-from .constraints import solved, total_axis, violated
+from . import drawn as kinds
+from .constraints import solved, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
-from .drawn import NUCLEUS, angles, with_peaks
 from .exports import case_inputs
-from .readings import chunk_size, skips, small_numbers
+from .readings import skips, small_numbers
+from .sequences import QUERY, SIZES, Plan, Sequences
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
-MAX_SEQUENCES = 1 << 20
-LONG = 140                                     # keys of one of the small sequences
-MAX_CHUNK = 512                               # of queries, that medium inputs exceed
+MAX_CHOSEN = 4096                              # tokens that a query of sparse attention sees
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
-
-
-@dataclass(frozen=True)
-class Size:
-    sequences: int
-    queries: int                               # the longest, per sequence
-    keys: int
-    rows: int                                  # of what is not divided into sequences
-
-
-SIZES = {"small": Size(4, 4, 21, 5), "medium": Size(8, 32, 256, 64),
-         "large": Size(16, 256, 2048, 1024)}
 _FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2,
          "head_size": 64, "head_dim": 64, "max_seq_len": 128, "max_position": 128,
          "vocab_size": 1000}
-_INDPTR = re.compile(r"indptr|cu_?seq|seq_starts|offsets$")
-_PAGES = re.compile(r"(kv|page|block).*(indices|ids)$|^indices$")
-_TABLE = re.compile(r"block_tables?|page_tables?")
 _LENGTHS = re.compile(r"seq_?lens|context_lens|kv_lens?|cache_seqlens|sequence_lengths")
-_QUERY = re.compile(r"(^|_)(q|qo|query)(_|$)")
-
-
-@dataclass
-class _Plan:
-    """The sequences of a call: how many, and how long each is."""
-
-    queries: list[int]
-    keys: list[int]
-    pages: list[int]
+_CHOSEN, _STATES = re.compile(r"(indices|ids)$"), re.compile(r"state.*(ind|idx)", re.IGNORECASE)
 
 
 def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None,
@@ -114,32 +88,29 @@ def _stored(path: Path, key: str) -> Tensor:
     return tensors[key]
 
 
-class _Maker:
+class _Maker(Sequences):
     """One set of inputs in the making: first the sizes, then the values."""
 
-    def __init__(self, definition: Definition, size: Size, axes: Mapping[str, int],
-                 gen: torch.Generator) -> None:
-        self.d, self.size, self.gen = definition, size, gen
-        self.const = definition.const_axes
-        self.sizes: dict[str, int] = dict(axes)
-        self.ints = {n: s for n, s in definition.inputs.items() if s.shape
-                     and s.dtype in ("int32", "int64")}
-        self.indptrs = [n for n, s in self.ints.items() if _INDPTR.search(n)
-                        and len(s.shape or ()) == 1]
-        self.page_ids = next((n for n, s in self.ints.items() if _PAGES.search(n)
-                              and len(s.shape or ()) == 1), "")
-        self.table = next((n for n, s in self.ints.items() if _TABLE.search(n)
-                           and len(s.shape or ()) == 2), "")
-        self.page_size = self.const.get("page_size", self.const.get("block_size", 1))
-
     def make(self) -> dict[str, Any]:
-        plan = self._sequences() if self.indptrs or self.table else None
+        plan = self.plan() if self.indptrs or self.table else None
         self._solve()
         for axis in self.d.var_axes:
-            self.sizes.setdefault(axis, _FREE.get(axis, self.size.rows))
+            self.sizes.setdefault(axis, _FREE.get(axis, self._pool(axis) or self.size.rows))
         self._solve()
         self._refuse_huge()
         return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
+
+    def _pool(self, axis: str) -> int:
+        """Size of what an index points into: states of which one is unused, tokens of which more
+        exist than a query chooses. 0 for another axis."""
+        chosen = next((self.const.get((s.shape or ("",))[-1], 0) for n, s in self.ints.items()
+                       if _CHOSEN.search(n) and n != self.table and len(s.shape or ()) == 2), 0)
+        if chosen and axis == self.pool_axis():
+            return max(kinds.pool_for(min(chosen, MAX_CHOSEN), self.page_size), self.size.rows)
+        states = any(_STATES.search(n) for n in self.ints) and any(
+            s.shape and s.shape[0] == axis and "state" in n.lower() and s.floating
+            and "buffer" not in n.lower() for n, s in self.d.inputs.items())
+        return self.size.rows + 1 if states and "batch" not in axis else 0
 
     def _solve(self) -> None:
         free = [a for a in self.d.var_axes if a not in self.sizes]
@@ -162,113 +133,9 @@ class _Maker:
                 f"{largest / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free, of which half "
                 "may be used; choose smaller axes")
 
-    # sizes of sequences
-
-    def _sequences(self) -> _Plan:
-        length = self._axis_of(self.indptrs[0]) if self.indptrs else ""
-        rows = self._axis_of(self.table) if self.table else ""
-        names = [a for a in self.d.var_axes if a in ("batch_size", "num_seqs", "batch", rows)
-                 and a != ""]
-        known = [self.sizes[a] for a in names if a in self.sizes]
-        known += [self.sizes[length] - 1] if length in self.sizes else []
-        n = max(known[0] if known else self.size.sequences, 0)
-        if n > MAX_SEQUENCES:
-            raise DataError(f"{self.d.name}: wanted at most {MAX_SEQUENCES} sequences, got {n}")
-        for axis in names:
-            self.sizes.setdefault(axis, n)
-        for name in self.indptrs:
-            self.sizes.setdefault(self._axis_of(name), n + 1)
-        by_query = [i for i in self.indptrs if _QUERY.search(i)]
-        by_key = [i for i in self.indptrs if i not in by_query]
-        total_q = self._total(by_query[0], "q") if by_query else ""
-        total_k = self._total(by_key[0], "k") if by_key else ""
-        queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
-                   else [1] * n)
-        chunk = chunk_size(self.d) if self.size is not SIZES["small"] else 0
-        if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MAX_CHUNK:
-            queries[0] = chunk + 3             # more than one of the reference's chunks
-        paged = bool(self.page_ids or self.table)
-        least = [math.ceil(q / self.page_size) if paged else q for q in queries]
-        most = max(math.ceil(self.size.keys / self.page_size), 2) if paged else self.size.keys
-        # one cu_seqlens for queries and keys
-        if not by_query and by_key and not paged and _is_alone(by_key):
-            counts = queries = self._cut(self.sizes.get(total_k), n, self.size.keys, 1)
-        else:
-            counts = self._beyond(least, self.sizes.get(total_k), most)
-            if counts and total_k not in self.sizes and self.size is SIZES["small"]:
-                # one is longer than a window or a tile may be
-                counts[0] = max(counts[0], math.ceil(LONG / self.page_size))
-        if (len(counts) > 2 and self.size is SIZES["small"] and total_k not in self.sizes
-                and (paged or by_query) and skips(self.d)):
-            counts[1] = 0                      # which the reference leaves out
-            counts[-1] = max(counts[-1], 2)    # with a last page that is partly used
-        pages = counts if paged else []
-        keys = [self._length(c, q, full=i == 0) for i, (c, q) in enumerate(zip(counts, queries))
-                ] if paged else list(counts)
-        for axis, amount in ((total_q, sum(queries)), (total_k, sum(counts))):
-            if axis in self.d.var_axes:
-                self.sizes.setdefault(axis, amount)
-        if self.table:
-            self.sizes.setdefault((self.ints[self.table].shape or ("", ""))[1],
-                                  max(counts, default=0))
-        if paged:
-            pool = self._pool_axis()
-            if pool:
-                self.sizes.setdefault(pool, sum(counts) + 2)
-        return _Plan(queries, keys, pages)
-
-    def _axis_of(self, name: str) -> str:
-        return (self.d.inputs[name].shape or ("",))[0]
-
-    def _total(self, indptr: str, kind: str) -> str:
-        axis = total_axis(self.d.constraints, indptr)
-        if axis:
-            return axis
-        if kind == "k" and self.page_ids:
-            return self._axis_of(self.page_ids)
-        tensor = next((n for n, s in self.d.inputs.items() if s.floating and len(s.shape or ()) >= 2
-                       and (_QUERY.search(n) is not None) == (kind == "q")), "")
-        return self._axis_of(tensor) if tensor else ""
-
-    def _pool_axis(self) -> str:
-        spec = next((s for s in self.d.inputs.values() if s.shape and {"page_size", "block_size"}
-                     & set(s.shape)), None)
-        return (spec.shape[0] if spec is not None and spec.shape
-                and spec.shape[0] in self.d.var_axes else "")
-
-    def _cut(self, total: int | None, n: int, maximum: int, minimum: int) -> list[int]:
-        """`n` lengths, random or with this sum."""
-        if total is None:
-            return [int(torch.randint(minimum, maximum + 1, (), generator=self.gen))
-                    for _ in range(n)]
-        if n == 0:
-            return []
-        cuts = sorted(torch.randint(0, total + 1, (n - 1,), generator=self.gen).tolist())
-        return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
-
-    def _beyond(self, minimums: list[int], total: int | None, maximum: int) -> list[int]:
-        """A length >= least[i] for each, if the sum allows it."""
-        if total is None:
-            return [max(a, b) for a, b in zip(minimums, self._cut(None, len(minimums), maximum, 1))]
-        rest = total - sum(minimums)
-        if rest < 0:
-            return self._cut(total, len(minimums), maximum, 0)
-        return [a + b for a, b in zip(minimums, self._cut(rest, len(minimums), maximum, 0))]
-
-    def _length(self, pages: int, queries: int, full: bool) -> int:
-        """Keys of a sequence with so many pages; its last page is rarely full, unless it shall be.
-        """
-        if not pages:
-            return 0
-        most = pages * self.page_size
-        low = min(max(most - self.page_size + 1, queries), most)
-        drawn = int(torch.randint(low, most + 1, (), generator=self.gen))
-        partly = "last_page_len" in " ".join(self.ints) or self.table
-        return drawn if partly and not full else most
-
     # values
 
-    def _value(self, name: str, spec: TensorSpec, plan: _Plan | None) -> Any:
+    def _value(self, name: str, spec: TensorSpec, plan: Plan | None) -> Any:
         if spec.shape is None:
             return self._scalar(name, spec)
         shape = self.d.shape_of(spec, self.sizes)
@@ -298,7 +165,7 @@ class _Maker:
             return 30.0 if "cap" in low else 1e4
         if "scale" in low and not re.search(r"(^|_)[kv]_?scale", low):
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
-                    if s.floating and s.shape and _QUERY.search(n)]
+                    if s.floating and s.shape and QUERY.search(n)]
             return 0.9 / math.sqrt(sum(dims) or 1)     # no default: it must be read
         return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
 
@@ -312,13 +179,13 @@ class _Maker:
             probs = (self._random(shape) * 2).softmax(-1)
             if probs.shape[-1] > 1 and probs.numel():
                 probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
-            return with_peaks(probs / probs.sum(-1, keepdim=True))
+            return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
-            return self._rows(shape, (0.0, 0.9, NUCLEUS, 1.0, 0.3))
+            return self._rows(shape, (0.0, 0.9, kinds.NUCLEUS, 1.0, 0.3))
         if "min_p" in low or "temperature" in low:
             return self._rows(shape, (0.1, 0.5, 0.02))
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
-            return angles(low, shape).to(getattr(torch, dtype))
+            return kinds.angles(low, shape).to(getattr(torch, dtype))
         if "logits" in low:
             drawn = self._distinct(shape)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
@@ -337,10 +204,11 @@ class _Maker:
         if low == "a_log":                     # a decay that leaves something of the state
             return torch.rand(shape, generator=self.gen) * 2 - 2.5
         if len(shape) == 1:
-            drawn = torch.rand(shape, generator=self.gen)
-            return ((drawn - 0.5) * 0.2 if "bias" in low else drawn + 0.5).to(getattr(torch, dtype))
+            return self._vector(low, shape[0]).to(getattr(torch, dtype))
         fixed = all(axis in self.const for axis in spec.shape or ())
-        by = 1 / math.sqrt(max(shape[-1], 1)) if fixed and not dtype.startswith("float8") else 1.0
+        # of the inputs of a sum; what is added to a result or multiplies it is not
+        summed = fixed and not dtype.startswith("float8") and low != "d" and "bias" not in low
+        by = 1 / math.sqrt(max(shape[-1], 1)) if summed else 1.0
         if "topk_weights" in low or "routing_weights" in low:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
         drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
@@ -348,6 +216,13 @@ class _Maker:
             # a mean that is not zero: RMSNorm does not subtract it
             drawn = (drawn + 0.3) * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return drawn.to(getattr(torch, dtype))
+
+    def _vector(self, low: str, n: int) -> Tensor:
+        if "bias" in low:
+            return kinds.apart(n, self.gen)
+        if low == "d" or re.search(r"weight|gamma", low) or "norm" in self.d.op_type.lower():
+            return kinds.signed((n,), self.gen)
+        return torch.rand(n, generator=self.gen) + 0.5
 
     def _magnitudes(self, rows: int) -> Tensor:
         """Draw the magnitude of each row of a norm; some have a mean square near epsilon."""
@@ -395,10 +270,10 @@ class _Maker:
         return torch.tensor([values[i % len(values)] for i in range(math.prod(shape))]).view(shape)
 
     def _integers(self, name: str, spec: TensorSpec, shape: tuple[int, ...],
-                  plan: _Plan | None) -> Tensor:
+                  plan: Plan | None) -> Tensor:
         low = name.lower()
         if name in self.indptrs and plan is not None:
-            lengths = plan.queries if _QUERY.search(name) else plan.pages or plan.keys
+            lengths = plan.queries if QUERY.search(name) else plan.pages or plan.keys
             return torch.tensor([0, *lengths]).cumsum(0)
         if plan is not None and (name == self.page_ids or name == self.table):
             return self._pages(name, shape, plan)
@@ -408,18 +283,20 @@ class _Maker:
         if plan is not None and _LENGTHS.search(low):
             return torch.tensor(plan.keys)
         if "top_k" in low or low == "k":
-            return self._rows(shape, (1, 20, 0, 5, 40))
+            return self._rows(shape, (1, 20, 0, 2, 3))
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):
-            return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape,
-                                 generator=self.gen)
-        if re.search(r"state.*(ind|idx)", low):
+            bound = self._bound(("max_seq_len", "max_position"), 16)
+            drawn = torch.randint(0, bound, shape, generator=self.gen)
+            drawn.view(-1)[-1:] = bound - 1    # the last row of a table
+            return drawn
+        if _STATES.search(low):
             pool = next((self.d.shape_of(s, self.sizes)[0] for n, s in self.d.inputs.items()
                          if s.floating and s.shape and "state" in n.lower()), 1)
             slots = torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
                 :math.prod(shape)].view(shape) % pool
-            if skips(self.d) and len(slots) > 2:
+            if kinds.padded_slots(self.d) and len(slots) > 2:
                 slots[1] = -1                  # padding, which the reference leaves out
             return slots
         if low.endswith(("indices", "ids")):
@@ -432,8 +309,8 @@ class _Maker:
         known = {**self.sizes, **self.const}
         return next((known[n] for n in names if n in known), default)
 
-    def _pages(self, name: str, shape: tuple[int, ...], plan: _Plan) -> Tensor:
-        pool = self.sizes.get(self._pool_axis(), self.const.get("num_pages", sum(plan.pages)))
+    def _pages(self, name: str, shape: tuple[int, ...], plan: Plan) -> Tensor:
+        pool = self.sizes.get(self.pool_axis(), self.const.get("num_pages", sum(plan.pages)))
         used = sum(plan.pages)
         ids = torch.randperm(pool, generator=self.gen)[:used] if pool >= used else \
             torch.randint(0, max(pool, 1), (used,), generator=self.gen)
@@ -462,19 +339,14 @@ class _Maker:
 
     def _pick(self, shape: tuple[int, ...]) -> Tensor:
         """Rows of different tokens of the cache, padded with -1 where there are not enough."""
-        pool_axis = self._pool_axis()
+        pool_axis = self.pool_axis()
         pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size
                                                                              if pool_axis else 1)
         if len(shape) == 1:
             return torch.randint(0, self._bound(("pool_size", "batch_size"), pool), shape,
                                  generator=self.gen)
-        rows = torch.full((math.prod(shape[:-1]), shape[-1]), -1, dtype=torch.int64)
-        for i in range(len(rows)):
-            n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
-            rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
-        if skips(self.d) and len(rows) > 2:
-            rows[1] = -1                       # nothing, which the reference leaves out
-        return rows.view(shape)
+        return kinds.choices(math.prod(shape[:-1]), shape[-1], pool, skips(self.d), self.gen).view(
+            shape)
 
 
 def available_memory() -> int:
@@ -485,7 +357,3 @@ def available_memory() -> int:
         return 0
     line = next((row for row in text.splitlines() if row.startswith("MemAvailable:")), "")
     return int(line.split()[1]) * 1024 if line else 0
-
-
-def _is_alone(indptrs: list[str]) -> bool:
-    return len(indptrs) == 1 and not re.search(r"(^|_)(k|kv)(_|$)", indptrs[0])

@@ -23,6 +23,7 @@ from ...machine.faults import FAULTS
 from ...spec.errors import DataError
 from .answers import draws
 from .answers.answer import Answer
+from .answers.frequencies import drawn_often
 from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
@@ -100,7 +101,7 @@ def mutate(definition: Definition, references: References, limit: int = 0, seed:
     def skipped(why: str) -> MutationReport:
         return MutationReport(definition.name, definition.op_type, skipped=why)
 
-    used = definition
+    used = drawn_often(definition)
     if too_large(definition, ENOUGH):          # a mutant costs as much as a reference
         try:
             used = scaled(definition)[0]

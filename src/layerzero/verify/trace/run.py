@@ -29,6 +29,7 @@ from ..comparison import (
 )
 from .answers import draws
 from .answers.answer import Answer, serving
+from .answers.frequencies import frequencies
 from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
@@ -159,11 +160,26 @@ def verify(definition: Definition, references: References, size: str = "small", 
         absent["reference"] = ran.why
     limits = Limits(used, tolerance, workload is not None)
     report = _judge(definition, candidates, inputs, ran, limits, device)
+    if ran.ok and candidates[0].random and candidates[0].kind == "sampling":
+        report = _with_frequencies(report, used, references, device, seed)
     case = workload or workload_of(used, inputs, seed, size)
     if ran.died and not report.detail:
         report = replace(report, detail=ran.why)
     return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent},
                    died=ran.died)
+
+
+def _with_frequencies(report: DefinitionReport, definition: Definition, references: References,
+                      device: str, seed: int) -> DefinitionReport:
+    """Add how often the reference's tokens come; one that is off is disputed."""
+    if any(c.got == "reference" and len(c.verdicts) > 1 for c in report.comparisons):
+        return report                          # its rows were drawn from often enough
+    verdict, why = frequencies(definition, references, device, seed)
+    if verdict is None:
+        return replace(report, absent={**report.absent, "frequencies": why})
+    status = "disputed" if report.status == "passed" and not verdict.passed else report.status
+    return replace(report, status=status, comparisons=(
+        *report.comparisons, Comparison("reference", "the probabilities", (verdict,))))
 
 
 def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int,
@@ -286,7 +302,7 @@ def judge_draws(answer: Answer, inputs: Mapping[str, Any],
     """Judge tokens that a reference drew: possible ones, and as often as they should come."""
     possible = draws.possible(answer, inputs, tokens)
     times = run_length(inputs[answer.roles["picked"] or answer.roles["rows"]])
-    if not possible.passed or times < draws.REPEATS // 4:
+    if not possible.passed or times < draws.MIN_REPEATS:
         return (possible,)
     return possible, draws.often(answer, inputs, tokens, times)
 

@@ -1,13 +1,14 @@
 """Tokens that were drawn cannot be compared one by one: their distribution can.
 
 The filters are computed again by torch, in float64. A drawn token must be one that they leave;
-where they leave one, it is that. Every row is drawn from several times, and no token comes much
-more or less often than its probability says. And lz.sample, given evenly spaced random numbers,
-must draw each token as often as its probability says.
+where they leave one, it is that. Every row is drawn from many times, and no token comes more or
+less often than chance allows with its probability. And lz.sample, given evenly spaced random
+numbers, must draw each token as often as its probability says.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
-REPEATS, MAX_NUMBERS = 128, 1 << 22           # of a row; of all rows together
-EXPECTED = 12.0                                # draws of a token that comes at least once, surely
+REPEATS, MAX_NUMBERS = 512, 1 << 22           # of a row; of all rows together
+# fewer draws tell nothing of frequencies; so many show whether tokens are possible
+MIN_REPEATS, FEW_REPEATS = 32, 4
+FALSE_ALARM = 1e-6                             # of all tests of one definition together
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -48,7 +51,8 @@ def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any,
     p, total = column(top_p, n, 1.0), ranked.sum(-1, keepdim=True)
     before = ranked.cumsum(-1) - ranked
     first = torch.arange(vocab) == 0
-    ranked = torch.where((before < (p + slack) * total) & ((p > 0) | first) | first, ranked, 0.0)
+    inside = (before < (p + slack) * total) & (p > 0) | (p >= 1)
+    ranked = torch.where(inside | first, ranked, 0.0)
     ranked = torch.where(ranked >= column(min_p, n, 0.0) * ranked[:, :1] * (1 - slack), ranked, 0.0)
     return torch.zeros_like(ranked).scatter_(1, order, ranked)
 
@@ -64,41 +68,76 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
 
 def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
     """The inputs with every row several times, and how often: at most REPEATS."""
+    times = max(1, min(REPEATS, MAX_NUMBERS // max(x[answer.roles["rows"]].numel(), 1)))
+    times = times if times >= MIN_REPEATS else min(times, FEW_REPEATS)
+    per_row = _per_row(answer, x)
+    return {n: v.repeat_interleave(times, 0) if n in per_row else v for n, v in x.items()}, times
+
+
+def _per_row(answer: Answer, x: Inputs) -> set[str]:
+    """Which inputs have something for each token that is drawn."""
     r, specs = answer.roles, answer.definition.inputs
-    times = max(1, min(REPEATS, MAX_NUMBERS // max(x[r["rows"]].numel(), 1)))
     axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
-    return {n: v.repeat_interleave(times, 0) if isinstance(v, Tensor) and v.dim()
-            and (specs[n].shape or ("",))[0] == axis else v for n, v in x.items()}, times
+    return {n for n, v in x.items() if isinstance(v, Tensor) and v.dim()
+            and (specs[n].shape or ("",))[0] == axis}
+
+
+def _shares(answer: Answer, x: Inputs) -> tuple[Tensor, Tensor]:
+    """The probability of every token, and in which rows it is beyond doubt: where a token lies on
+    the edge of a filter, rounding decides whether it stays."""
+    weights = of(answer, x, 0.0)
+    kept = weights > 0
+    sure = ((of(answer, x, ROUNDING) > 0) == (of(answer, x, -ROUNDING) > 0)).all(-1)
+    r = answer.roles
+    rows = (x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]).cpu().double()
+    least = rows.masked_fill(~kept, math.inf).amin(-1)
+    sure &= least > rows.masked_fill(kept, -math.inf).amax(-1)      # of equals, any may be kept
+    return weights / weights.sum(-1, keepdim=True), sure
 
 
 def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVerdict:
-    """Do tokens that were drawn `times` from each row come as often as they should? Judged by the
-    largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows, and by
-    likely tokens that never come."""
-    out, weights = answer.roles["out"], of(answer, x, 0.0)[::times]
-    order = weights.argsort(dim=-1, descending=True, stable=True)
+    """Do tokens that were drawn `times` from each row come as often as they should?
+
+    Every token is counted, and the r likeliest together for every r. Of n draws at least (or at
+    most) a share s falls where p was expected with a probability <= exp(-n KL(s, p)) (Chernoff), at
+    any n: tests of a right sampler together fail once in 1 / FALSE_ALARM."""
+    out, per_row = answer.roles["out"], _per_row(answer, x)
+    shares, sure = _shares(answer, {n: v[::times] if n in per_row else v for n, v in x.items()})
+    shares, order = shares.sort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
         order.shape[1]).expand_as(order))
     drawn = ranks.gather(1, tokens.detach().cpu().long().view(-1, times).clamp(
         0, order.shape[1] - 1))
-    counts = torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones(
-        drawn.shape, dtype=weights.dtype))
-    shares = weights.gather(1, order) / weights.sum(-1, keepdim=True)
-    missing = ((counts == 0) & (shares * times > EXPECTED)).nonzero()
-    if len(missing):
-        row, rank = missing[0].tolist()
-        return ComparisonVerdict(
-            out, "INCORRECT_NUMERICAL", Metrics(max_abs=float(shares[row, rank])),
-            f"token {int(order[row, rank])} of row {row} has the probability "
-            f"{float(shares[row, rank]):.3g} and never came in {times} draws")
-    gaps = (counts.cumsum(-1) / times - shares.cumsum(-1)).abs().amax(-1)
-    worst, allowed = float(gaps.max()) if gaps.numel() else 0.0, 2.5 / times ** 0.5
-    at = int(gaps.argmax()) if gaps.numel() else 0
-    passed = worst <= allowed
+    counts = torch.zeros_like(shares).scatter_add_(1, drawn, torch.ones(
+        drawn.shape, dtype=shares.dtype))
+    seen, wanted = (torch.cat((t, t.cumsum(-1)), -1) for t in (counts / times, shares))
+    surprise = times * _divergence(seen.clamp(max=1.0), wanted.clamp(max=1.0))
+    surprise = surprise.masked_fill(~sure[:, None], 0.0)
+    allowed = math.log(2 * max(surprise.numel(), 1) / FALSE_ALARM)
+    worst = float(surprise.max()) if surprise.numel() else 0.0
+    row, cell = divmod(int(surprise.argmax()), surprise.shape[1]) if surprise.numel() else (0, 0)
+    rank, several = cell % max(shares.shape[1], 1), cell >= shares.shape[1]
+    found = (f"{times} draws of each of {int(sure.sum())} rows: the {rank + 1} likeliest tokens"
+             if several else f"{times} draws of each of {int(sure.sum())} rows: token "
+             f"{int(order[row, rank]) if surprise.numel() else 0}")
+    gap = float((seen - wanted).abs()[sure].max()) if bool(sure.any()) else 0.0
+    if worst <= allowed:
+        return ComparisonVerdict(out, "passed", Metrics(max_abs=gap),
+                                 f"{times} draws of each of {int(sure.sum())} rows come as often "
+                                 f"as the probabilities say, within {gap:.3g}")
     return ComparisonVerdict(
-        out, "passed" if passed else "INCORRECT_NUMERICAL", Metrics(max_abs=worst),
-        f"{times} draws of each row, cumulative frequencies in row {at} are {worst:.3g} from the "
-        f"probabilities, allowed are {allowed:.3g}")
+        out, "INCORRECT_NUMERICAL", Metrics(max_abs=gap),
+        f"{found} of row {row} came {float(seen[row, cell]) * times:.0f} times, "
+        f"{float(wanted[row, cell]) * times:.1f} were expected; a right sampler does so once in "
+        f"1e{worst / math.log(10):.0f}")
+
+
+def _divergence(seen: Tensor, wanted: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of two coins."""
+    def part(s: Tensor, w: Tensor) -> Tensor:
+        return torch.where(s > 0, s * (s / w.clamp(min=1e-300)).log(), 0.0)
+
+    return part(seen, wanted) + part(1 - seen, 1 - wanted)
 
 
 def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:

@@ -134,11 +134,12 @@ def _report_text(report: DefinitionReport, case: dict[str, Any]) -> str:
     smaller = ", made smaller" if report.scaled else ""
     workload = case.get("workload")
     size = f"workload {workload.uuid}" if workload else case["size"]
+    note = f"\n      {report.detail}" if report.detail else ""
     missing = "".join(f"\n      not against {name}: {reason}"
                       for name, reason in report.absent.items() if name == "reference")
     return (
         f"{report.definition.name} ({size}{smaller}): {report.answer} by "
-        f"{', '.join(report.kernels)}, equal to {', '.join(dict.fromkeys(against))}{missing}")
+        f"{', '.join(report.kernels)}, equal to {', '.join(dict.fromkeys(against))}{note}{missing}")
 
 
 def _show_result(reports: Sequence[DefinitionReport], written: Sequence[Path],

@@ -1,8 +1,8 @@
 """What the text of a definition says of its open points, and the schema's conventions where it
 says nothing.
 
-Text is the name, the tags and the descriptions. The reference is no part of it: it is what is
-verified, so it decides only where the text is silent.
+Text is the name, the tags, the descriptions and the reference's docstring. The reference's code is
+no part of it: it is what is verified, so it decides only where the text is silent.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ def texts(definition: Definition, *tensors: str) -> Iterator[tuple[str, str]]:
     for tensor in tensors:
         if tensor:
             yield f"the description of {tensor} says", plain(specs[tensor].description)
+    yield "the docstring of its reference says", plain(docstring(definition))
+
+
+def docstring(definition: Definition) -> str:
+    """The prose of a reference: of its module and of run()."""
+    tree = ast.parse(definition.reference)
+    run = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]
+    return " ".join(ast.get_docstring(node) or "" for node in (tree, *run))
 
 
 def said(definition: Definition, rules: Rules, *tensors: str,

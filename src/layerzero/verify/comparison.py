@@ -120,7 +120,14 @@ class Metrics(Record):
     row_factor: float = 1.0                    # in the worst row
 
 
+HUGE = 1e300                                   # finite numbers of every dtype here are below
 ABSURD = 1e4                                   # a ratio beyond says only that 0 was wanted
+
+
+def _absolute(metrics: Metrics) -> str:
+    if metrics.max_abs > HUGE:
+        return "abs infinite"
+    return f"abs {metrics.max_abs:.3g} (mean {metrics.mean_abs:.3g})"
 
 
 def _relative(metrics: Metrics) -> str:
@@ -146,7 +153,7 @@ class ComparisonVerdict:
     def __str__(self) -> str:
         m = self.metrics
         numbers = (
-            f"abs {m.max_abs:.3g} (mean {m.mean_abs:.3g}), {_relative(m)}, "
+            f"{_absolute(m)}, {_relative(m)}, "
             f"cosine {m.cosine:.6f}, mse {m.mse:.3g}, hits {m.hit_ratio:.2%}")
         return f"{self.output}: {self.status}, {numbers}" + (f"; {self.detail}" if self.detail
                                                              else "")

@@ -190,8 +190,8 @@ def _judge(
     device: str,
     precise: Callable[[], Ran],
 ) -> DefinitionReport:
-    """The first reading that agrees with all; else the first that agrees with the reference; else
-    the likeliest one."""
+    """The first reading that agrees with all and that the text allows; else the first that agrees
+    with all, or with the reference; else the likeliest one."""
     reports: list[DefinitionReport] = []
     for i, answer in enumerate(candidates):
         report = _verify_answer(definition, answer, inputs, ran, limits, device, precise)
@@ -202,7 +202,8 @@ def _judge(
             reports[i] = _as_its_text_says(reports[i], answer, i > 0)
         if reports[i].passed:
             return reports[i]
-    return next((r for r in reports if r.status != "failed"), reports[0])
+    agreeing = [r for r in reports if r.status != "failed"] or reports[:1]
+    return next((r for r in agreeing if all(c.passed for c in r.comparisons)), agreeing[0])
 
 
 def _as_its_text_says(report: DefinitionReport, answer: Answer, other: bool) -> DefinitionReport:

@@ -83,22 +83,26 @@ def said(definition: Definition, rules: Rules, *tensors: str,
                 if (match := re.search(pattern, text))]
         if hits:
             found.append((source, rules[min(hits)[1]][1]))
-    if found:
-        source, value = found[0]
-        # what is written of a tensor is looser than a name
-        other = next((f for f in found[1:] if f[1] != value and f[0].startswith("its ")), None)
-        return Statement(value, source, other)
-    return None if convention is None else Statement(convention, "by the schema's convention it is")
+    if found or convention is None:
+        return _first(found)
+    return Statement(convention, "by the schema's convention it is")
 
 
 def number_said(definition: Definition, pattern: str, *tensors: str,
                 kind: type[int] | type[float] = int) -> Statement | None:
     """The number that the first group of a pattern finds in the text."""
-    for source, text in texts(definition, *tensors):
-        match = re.search(pattern, text)
-        if match:
-            return Statement(kind(match[1]), source)
-    return None
+    found = [(source, kind(match[1])) for source, text in texts(definition, *tensors)
+             if (match := re.search(pattern, text))]
+    return _first(found)
+
+
+def _first(found: Sequence[tuple[str, Any]]) -> Statement | None:
+    """The first of (who says, what), and who of name, tags and description says otherwise."""
+    if not found:
+        return None
+    source, value = found[0]
+    return Statement(value, source, next((f for f in found[1:] if f[1] != value
+                                          and f[0].startswith("its ")), None))
 
 
 def first_choice(statement: Statement | None, *values: Any) -> tuple[Any, ...]:
@@ -151,7 +155,8 @@ def window_left(definition: Definition) -> tuple[Statement | None, tuple[int, ..
                  or number_said(definition, r"window[^.;]*?\b(\d+) (?:keys |tokens )?to the left"))
     size = None if said_left else number_said(
         definition, r"window(?: size)? ?(?:=|:|of|is)? ?(\d+)")
-    statement = said_left or (size and Statement(size.value - 1, size.source))
+    statement = said_left or (size and Statement(size.value - 1, size.source, size.otherwise and (
+        size.otherwise[0], size.otherwise[1] - 1)))
     left = named_number(definition, r"(sliding_)?window_left")
     width = named_number(definition, r"(sliding_)?window(_size|_len)?")
     values = [int(n) for n in (left, *(() if width is None else (width - 1, width)))
@@ -212,7 +217,7 @@ def words(option: str, value: Any) -> str:
 def contradictions(reading: Mapping[str, Any],
                    statements: Mapping[str, Statement]) -> tuple[str, ...]:
     """One sentence for each option that is read otherwise than stated."""
-    return tuple(f"{s.source} {words(option, s.value)}, its reference computes "
+    return tuple(f"{s.source} {words(option, s.value)}, its reference agrees only with "
                  f"{words(option, reading[option])}"
                  for option, s in statements.items()
                  if option in reading and reading[option] != s.value)

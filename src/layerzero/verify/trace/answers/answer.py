@@ -71,7 +71,8 @@ class Answer:
                          if k not in self.statements and k != "packed")
 
     def __str__(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.reading.items())
+        options = ", ".join(f"n_group={v[0]}, topk_group={v[1]}" if k == "groups" else f"{k}={v}"
+                            for k, v in self.reading.items())
         return self.text + (f" [{options}]" if options else "")
 
 

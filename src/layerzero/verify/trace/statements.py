@@ -71,7 +71,7 @@ def docstring(definition: Definition) -> str:
     """The prose of a reference: of its module and of run()."""
     tree = ast.parse(definition.reference)
     run = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]
-    return " ".join(ast.get_docstring(node) or "" for node in (tree, *run))
+    return " ".join((ast.get_docstring(tree) or "", *(ast.get_docstring(n) or "" for n in run)))
 
 
 def said(definition: Definition, rules: Rules, *tensors: str,
@@ -119,13 +119,18 @@ def named_number(definition: Definition, pattern: str) -> float | None:
         if re.fullmatch(pattern, axis.lower()):
             return value
     for node in ast.walk(ast.parse(definition.reference)):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            number = node.value.value
-            if type(number) in (int, float) and any(
-                    isinstance(t, ast.Name) and re.fullmatch(pattern, t.id.lower())
-                    for t in node.targets):
-                return float(number) if type(number) is float else number
+        if isinstance(node, ast.Assign) and any(
+                isinstance(t, ast.Name) and re.fullmatch(pattern, t.id.lower())
+                for t in node.targets):
+            number = _number(node.value)
+            if number is not None:
+                return number
     return None
+
+
+def _number(node: ast.expr) -> float | None:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def identifiers(definition: Definition) -> set[str]:
@@ -182,9 +187,9 @@ def _tanh_caps(definition: Definition) -> list[float]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             inner = ast.unparse(node)
             for side in (node.left, node.right):
-                if (isinstance(side, ast.Constant) and type(side.value) in (int, float)
-                        and re.search(rf"tanh\(.*/ {re.escape(str(side.value))}\)", inner)):
-                    caps.append(float(side.value))
+                cap = _number(side)
+                if cap is not None and re.search(rf"tanh\(.*/ {re.escape(str(cap))}\)", inner):
+                    caps.append(float(cap))
     return caps
 
 

@@ -184,11 +184,7 @@ def rope(definition: Definition) -> list[Answer]:
         raise p.unmapped(
             f"{q} ({', '.join(p.shape(q))}) has no axis of heads, and no const axis head_size "
             "divides it")
-    style = said(definition, ROPE)
-    pairs = (not re.search("neox|rotate_half", text_of(definition))
-             and re.search("interleav|gpt-?j", text_of(definition)))
-    halves = first_choice(style, *(("interleaved", "rotate_half") if pairs
-                                   else ("rotate_half", "interleaved")))
+    style, halves = _rope_styles(definition)
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         style = reading["style"]
@@ -222,6 +218,14 @@ def rope(definition: Definition) -> list[Answer]:
     return [Answer(definition, ("rope",), text, with_reading(compute, r), {} if neox else r, "rope",
                    roles, statements={"style": style} if style else {})
             for r in readings({"style": ("rotate_half",) if neox else halves})]
+
+
+def _rope_styles(definition: Definition) -> tuple[Statement | None, tuple[str, ...]]:
+    """What the text says of the pairs, and both styles, the likelier first."""
+    style, text = said(definition, ROPE), text_of(definition)
+    pairs = not re.search("neox|rotate_half", text) and re.search("interleav|gpt-?j", text)
+    return style, first_choice(style, *(("interleaved", "rotate_half") if pairs
+                                        else ("rotate_half", "interleaved")))
 
 
 _FILTERS = {"top_k": r"top_?ks?|top_k_arr", "top_p": r"top_?ps?|top_p_arr",

@@ -61,29 +61,8 @@ class _Roles:
 
 def moe(definition: Definition) -> list[Answer]:
     p = Parts(definition, "moe")
-    logits = p.maybe(r"(routing|router|gating)_?(logits|output)|logits", 2)
-    ids = ("" if logits
-           else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
-                                    "how tokens are routed (routing_logits, or topk_ids)", 2))
-    gate = (p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3)
-            if _has(definition, r"w3|w_up|up_(proj|weights?)") else "")
-    roles = _Roles(
-        p.take(r"hidden_states|x|inputs?", "hidden states (hidden_states)", 2),
-        p.take(r"w3|w_up|up_(proj|weights?)" if gate
-               else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
-               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)",
-               3),
-        p.take(
-            r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
-            "the weights of down (gemm2_weights)", 3),
-        logits, ids, p.maybe(r"topk_weights|routing_weights|expert_weights|token_final_scales", 2),
-        p.maybe(r"(routing|correction|e_score_correction)_?bias"),
-        p.maybe(r"hidden_states_scales?|x_scales?|input_scales?"),
-        p.maybe(r"(gemm1_weights?|w13|w1|fc1|gate_up)_scales?(_inv)?"),
-        p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
-        p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
-        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"),
-        p.maybe(r"routed_scaling_factor"), gate)
+    roles = _take_roles(p)
+    logits = roles.logits
     count_inputs = {name: p.maybe(pattern) for name, pattern in (
         ("top_k", r"top_?k"), ("n_group", r"n_group"), ("topk_group", r"topk_group"))}
     for pattern in (r"num_experts", r"num_local_experts", r"routing_method_type"):
@@ -134,6 +113,33 @@ def moe(definition: Definition) -> list[Answer]:
     return [Answer(definition, ops, text, with_reading(compute, {**packed, **reading}),
                    {**packed, **reading}, "moe", parts, statements=statements)
             for reading in readings(options)]
+
+
+def _take_roles(p: Parts) -> _Roles:
+    """The inputs by the part that they play."""
+    logits = p.maybe(r"(routing|router|gating)_?(logits|output)|logits", 2)
+    ids = ("" if logits
+           else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
+                                    "how tokens are routed (routing_logits, or topk_ids)", 2))
+    gate = (p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3)
+            if _has(p.definition, r"w3|w_up|up_(proj|weights?)") else "")
+    return _Roles(
+        p.take(r"hidden_states|x|inputs?", "hidden states (hidden_states)", 2),
+        p.take(r"w3|w_up|up_(proj|weights?)" if gate
+               else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
+               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)",
+               3),
+        p.take(
+            r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
+            "the weights of down (gemm2_weights)", 3),
+        logits, ids, p.maybe(r"topk_weights|routing_weights|expert_weights|token_final_scales", 2),
+        p.maybe(r"(routing|correction|e_score_correction)_?bias"),
+        p.maybe(r"hidden_states_scales?|x_scales?|input_scales?"),
+        p.maybe(r"(gemm1_weights?|w13|w1|fc1|gate_up)_scales?(_inv)?"),
+        p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
+        p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
+        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"),
+        p.maybe(r"routed_scaling_factor"), gate)
 
 
 def _has(definition: Definition, pattern: str) -> bool:

@@ -120,6 +120,22 @@ class Metrics(Record):
     row_factor: float = 1.0                    # in the worst row
 
 
+HUGE = 1e300                                   # finite numbers of every dtype here are below
+ABSURD = 1e4                                   # a ratio beyond says only that 0 was wanted
+
+
+def _absolute(metrics: Metrics) -> str:
+    if metrics.max_abs > HUGE:
+        return "abs infinite"
+    return f"abs {metrics.max_abs:.3g} (mean {metrics.mean_abs:.3g})"
+
+
+def _relative(metrics: Metrics) -> str:
+    if metrics.max_rel > ABSURD:
+        return "rel without meaning where 0 is wanted"
+    return f"rel {metrics.max_rel:.3g} (mean {metrics.mean_rel:.3g})"
+
+
 @dataclass(frozen=True)
 class ComparisonVerdict:
     """The comparison of one output."""
@@ -137,8 +153,8 @@ class ComparisonVerdict:
     def __str__(self) -> str:
         m = self.metrics
         numbers = (
-            f"abs {m.max_abs:.3g} (mean {m.mean_abs:.3g}), rel {m.max_rel:.3g} (mean "
-            f"{m.mean_rel:.3g}), cosine {m.cosine:.6f}, mse {m.mse:.3g}, hits {m.hit_ratio:.2%}")
+            f"{_absolute(m)}, {_relative(m)}, "
+            f"cosine {m.cosine:.6f}, mse {m.mse:.3g}, hits {m.hit_ratio:.2%}")
         return f"{self.output}: {self.status}, {numbers}" + (f"; {self.detail}" if self.detail
                                                              else "")
 
@@ -168,13 +184,15 @@ def compare(output: str, got: Any, want: Any, tolerance: ElementTolerance,
     if not exact and metrics.cosine < limits.cosine:
         complaints.append(f"cosine {metrics.cosine:.5f}, wanted {limits.cosine}")
     if not exact and metrics.rms > limits.rms:
-        complaints.append(f"a row is off by {metrics.rms:.3g} of itself, allowed {limits.rms:.3g}")
+        complaints.append("a row is not 0 where 0 is wanted" if metrics.rms > ABSURD else
+                          f"a row is off by {metrics.rms:.3g} of itself, allowed {limits.rms:.3g}")
     # roundings cancel, the fewer there are the less
     for name, factor, count in (("all", metrics.factor, want.numel()), (
             "a row", metrics.row_factor, want.shape[-1] if want.dim() else 1)):
         allowed = limits.factor + 4 * min(limits.rms, 1.0) / math.sqrt(max(count, 1))
         if not exact and abs(factor - 1) > allowed:
-            complaints.append(f"{name} is {factor:.5g} times what is wanted, allowed 1 +- "
+            times = f"{factor:.5g}" if abs(factor) < ABSURD else f"more than {ABSURD:g}"
+            complaints.append(f"{name} is {times} times what is wanted, allowed 1 +- "
                               f"{allowed:.2g}")
     if complaints:
         places = "; ".join(map(str, metrics.worst))

@@ -378,7 +378,7 @@ def test_the_reference_decides_where_the_text_is_silent(references):
     assert answers(ALL["rope_pairs_d16_r8"])[0].reading == {"style": "rotate_half"}
     assert report.reading == 1
     assert "style=interleaved" in report.answer
-    assert "read otherwise" in report.detail
+    assert "read as: interleaved (GPT-J); its text does not say" in report.detail
 
 
 def test_a_wrong_kernel_is_found(world, references):

@@ -70,7 +70,7 @@ def test_every_kind_of_change_is_made_once_and_asserts_stay() -> None:
 
 def test_mutants_of_a_norm_are_noticed_and_those_that_cannot_be_are_told_apart(
         references, tmp_path) -> None:
-    unused = changed(tmp_path, NORM, "unused", "return", "unused = 1.0\n    return")
+    unused = changed(tmp_path, NORM, "unused_one_plus", "return", "unused = 1.0\n    return")
     told = mutate(unused, references, progress=lambda done, total: None)
     assert not told.skipped and told.counts["killed"] >= 15 and not told.counts["survived"]
     assert {o.why for o in told.outcomes if o.mutant.change == "1.1 instead of 1"} >= {

@@ -1,8 +1,10 @@
 """Changed references against the check of a definition: which of the changes it notices.
 
-The definition's own answers (lz, and torch's functions) are computed once; every mutant of the
-reference then runs in the process of the references, for a limited time, and is compared with them
-exactly as the reference is. A mutant that gives the same as the reference to the bit, also where
+The answers to a definition (lz, and torch's functions) are computed once for each reading of it;
+every mutant of the reference then runs in the process of the references, for a limited time, and is
+compared with them as the reference is: in every reading that the text allows, and that the mutated
+code suggests. One that only rounds more is noticed, since the report of a definition says so. A
+mutant that gives the same as the reference to the bit, also where
 everything is float64, or that differs there by rounding alone (another order of a sum, a factor
 that cancels), is counted apart: no check of results could notice it.
 """
@@ -10,10 +12,9 @@ that cancels), is counted apart: no check of results could notice it.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .definition import Definition
 from .inputs import generate
 from .mutation import Mutant, mutants
 from .readings import Unmapped
-from .run import Limits, compare_outputs, judge_draws, verify
+from .run import Limits, compare_outputs, in_float64, judge_draws, verify
 from .scaling import CannotScale, scaled, too_large
 
 ENOUGH = 1 << 22                               # bytes of fixed inputs: each mutant reads them
@@ -90,8 +91,14 @@ class _Trial:
     """One set of inputs with the answers of others and what the reference itself gives."""
 
     inputs: Mapping[str, Any]
-    outputs: Mapping[str, Mapping[str, Tensor]]
     reference: Ran
+    answered: dict[str, Mapping[str, Mapping[str, Tensor]]] = field(default_factory=dict)
+
+    def outputs(self, answer: Answer) -> Mapping[str, Mapping[str, Tensor]]:
+        """What lz and torch give in this reading; nothing where lz cannot serve it."""
+        if str(answer) not in self.answered:
+            self.answered[str(answer)] = _outputs(answer, self.inputs)
+        return self.answered[str(answer)]
 
 
 def mutate(definition: Definition, references: References, limit: int = 0, seed: int = 0,
@@ -127,7 +134,7 @@ def mutate(definition: Definition, references: References, limit: int = 0, seed:
         codes = [every[i].code for i in alive]
         runs = references.run_all(used, codes, trial.inputs, timed=False)
         for i, ran in zip(list(alive), runs):
-            why = _objection(used, answer, trial, ran)
+            why = _objection(used, readings_of(used, every[i].code, answer), trial, ran)
             if why:
                 outcomes[i] = Outcome(every[i], "killed", why)
                 del alive[i]
@@ -146,20 +153,40 @@ def _trial(definition: Definition, answer: Answer, references: References, size:
     inputs: Mapping[str, Any] = generate(definition, size, seed=seed)
     if answer.random:
         inputs, _ = draws.repeated(answer, inputs)
-    outputs: dict[str, Mapping[str, Tensor]] = {"lz": answer(inputs)}
+    return _Trial(inputs, references.run(definition, inputs))
+
+
+def _outputs(answer: Answer, inputs: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
+    outputs: dict[str, Mapping[str, Tensor]] = {}
+    try:
+        outputs["lz"] = answer(inputs)
+    except FAULTS:                             # a reading that has no call is none
+        return {}
     for truth in truths(answer) if not answer.random else ():
         if truth.compute is not None:
             try:
                 outputs[truth.source] = truth(answer, inputs)
             except FAULTS:                     # the report of the definition says so
                 continue
-    return _Trial(inputs, outputs, references.run(definition, inputs))
+    return outputs
 
 
-def _objection(definition: Definition, answer: Answer, trial: _Trial, ran: Ran) -> str:
+def readings_of(definition: Definition, code: str, adopted: Answer) -> list[Answer]:
+    """The readings that a normal run would accept of the definition with this code: the adopted
+    one first, then those that its text does not contradict."""
+    try:
+        others = answers(replace(definition, reference=code))
+    except Unmapped:                           # what no call answers does not pass
+        others = ()
+    allowed = [a for a in others if not a.contradictions and not a.disagreements]
+    return [adopted, *(a for a in allowed if str(a) != str(adopted))]
+
+
+def _objection(definition: Definition, answers: Sequence[Answer], trial: _Trial, ran: Ran) -> str:
     """Return why these outputs are not taken for the reference's; nothing where they are."""
     if not ran.ok:
         return ran.status
+    answer = answers[0]
     if answer.random:
         tokens = ran.outputs[answer.roles["out"]]
         expected = trial.reference.outputs[answer.roles["out"]]
@@ -167,11 +194,17 @@ def _objection(definition: Definition, answer: Answer, trial: _Trial, ran: Ran) 
             return "shape or dtype"
         return next((v.detail for v in judge_draws(answer, trial.inputs, tokens)
                      if not v.passed), "")
-    for name, outputs in trial.outputs.items():
+    objections = [_difference(definition, trial.outputs(a), ran) for a in answers]
+    return objections[0] if all(objections) else ""
+
+
+def _difference(definition: Definition, answered: Mapping[str, Mapping[str, Tensor]],
+                ran: Ran) -> str:
+    for name, outputs in answered.items():
         comparison = compare_outputs(name, outputs, "reference", ran.outputs, Limits(definition))
         if not comparison.passed:
             return f"{name}: {next(v.status for v in comparison.verdicts if not v.passed)}"
-    return ""
+    return "" if answered else "lz: no call"
 
 
 # Mutants that no result could tell.
@@ -191,12 +224,6 @@ def _why_equivalent(definition: Definition, references: References, mutant: Muta
         only_rounding &= exact.ok and changed.ok and _near(changed, exact)
     return ("the same to the bit" if identical
             else "in float64 the same but for rounding" if only_rounding else "")
-
-
-def in_float64(code: str) -> str:
-    """Return the code with float64 wherever it names a narrower float that has arithmetic."""
-    code = re.sub(r"\btorch\.(float32|float16|bfloat16|half|float)\b", "torch.float64", code)
-    return re.sub(r"\.(float|half|bfloat16)\(\)", ".double()", code)
 
 
 def _same(a: Ran, b: Ran) -> bool:

@@ -1,8 +1,8 @@
 """What a definition says beside its schema, and how its inputs are recognised.
 
-The schema has no place for an epsilon, a causal mask or which half of a weight is the gate: the
-reference's code, the tags and the description tell. Where they do not, there is more than one
-reading, the likeliest first; running the reference decides between them.
+The schema has no place for an epsilon, a causal mask or which half of a weight is the gate: name,
+tags and descriptions tell (`statements`). Where they do not, there is more than one reading, the
+likeliest first; running the reference decides between these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from ...spec.errors import DataError
 from .definition import Definition, TensorSpec
+from .statements import BASES, CAUSAL, Statement, first_choice, said
 
 
 class Unmapped(DataError):
@@ -102,19 +103,17 @@ def text_of(definition: Definition) -> str:
     return " ".join(parts).lower()
 
 
-def lse_bases(definition: Definition) -> tuple[str, ...]:
-    """Return the bases of the log-sum-exp, likelier first: 2 if the text takes log2."""
-    binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
-    return ("2", "e") if binary else ("e", "2")
+def lse_bases(definition: Definition, lse: str) -> tuple[Statement | None, tuple[str, ...]]:
+    """The base of the log-sum-exp: 2, by the schema's convention, unless the text says otherwise"""
+    statement = said(definition, BASES, lse, convention="2")
+    return statement, first_choice(statement, "2", "e")
 
 
-def is_causal(definition: Definition) -> tuple[bool, ...]:
-    """Return whether attention is causal, likelier first: by its name, or the reference's mask."""
-    text = text_of(definition)
-    if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
-        return False, True
-    masked = re.search(r"causal|masked_fill|triu|tril|\bmask\b", text) is not None
-    return (True, False) if masked else (False, True)
+def is_causal(definition: Definition) -> tuple[Statement | None, tuple[bool, ...]]:
+    """Whether attention is causal: what the text says; else likelier first by the reference."""
+    statement = said(definition, CAUSAL)
+    masked = re.search(r"causal|masked_fill|triu|tril|\bmask\b", text_of(definition)) is not None
+    return statement, first_choice(statement, masked, not masked)
 
 
 def small_numbers(definition: Definition) -> tuple[float, ...]:

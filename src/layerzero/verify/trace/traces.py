@@ -59,8 +59,11 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
 
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
-    """None for what says nothing of the definition: unmapped, unproven, or run smaller."""
+    """None for what says nothing of the definition: unmapped, unproven, run smaller, or read
+    against its text."""
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
+        return None
+    if answers(report.definition)[report.reading].contradictions:
         return None
     machine = hardware.probe(torch.device(device).type)
     libs = {"torch": torch.__version__, "layerzero": loading.installed_version("layerzero")

@@ -52,7 +52,9 @@ def _write_tests(folder: Path, definitions: Sequence[Definition], references: Re
                  settings: dict[str, Any], force: bool, as_json: bool) -> int:
     """Write a test file per definition, in the reading that its reference confirms."""
     trusted = [d for d in definitions if not references.refusal(d)]
-    readings = {d.name: verify(d, references, **settings).reading for d in trusted}
+    reports = [verify(d, references, **settings) for d in trusted]
+    # a reading against the text of a definition is none to test
+    readings = {r.definition.name: r.reading for r in reports if r.passed}
     paths = write_test_files(folder, definitions, readings, overwrite=force)
     if as_json:
         show.as_json({"written": [str(p) for p in paths]})
@@ -134,11 +136,12 @@ def _report_text(report: DefinitionReport, case: dict[str, Any]) -> str:
     smaller = ", made smaller" if report.scaled else ""
     workload = case.get("workload")
     size = f"workload {workload.uuid}" if workload else case["size"]
+    note = f"\n      {report.detail}" if report.detail else ""
     missing = "".join(f"\n      not against {name}: {reason}"
                       for name, reason in report.absent.items() if name == "reference")
     return (
         f"{report.definition.name} ({size}{smaller}): {report.answer} by "
-        f"{', '.join(report.kernels)}, equal to {', '.join(dict.fromkeys(against))}{missing}")
+        f"{', '.join(report.kernels)}, equal to {', '.join(dict.fromkeys(against))}{note}{missing}")
 
 
 def _show_result(reports: Sequence[DefinitionReport], written: Sequence[Path],

@@ -16,6 +16,7 @@ from ....spec.event import Fallback
 from ....world.events import subscribe
 from ..definition import Definition
 from ..readings import Unmapped
+from ..statements import Statement, contradictions, disagreements, words
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, Any]
@@ -39,6 +40,7 @@ class Answer:
     fixed: Mapping[str, Any] = field(default_factory=dict)      # the op's other parameters
     # the outputs are draws: only their distribution can be compared
     random: bool = False
+    statements: Mapping[str, Statement] = field(default_factory=dict)   # what its text says
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """The outputs by name, in the dtypes that the definition asks for."""
@@ -52,8 +54,25 @@ class Answer:
         specs = self.definition.outputs
         return {name: results[name].to(getattr(torch, spec.dtype)) for name, spec in specs.items()}
 
+    @property
+    def contradictions(self) -> tuple[str, ...]:
+        """What the text says otherwise: a sentence each."""
+        return contradictions(self.reading, self.statements)
+
+    @property
+    def disagreements(self) -> tuple[str, ...]:
+        """On what name, tags and description differ: a sentence each."""
+        return disagreements(self.reading, self.statements)
+
+    @property
+    def assumed(self) -> str:
+        """The options of which the text says nothing, in words."""
+        return ", ".join(words(k, v) for k, v in self.reading.items()
+                         if k not in self.statements and k != "packed")
+
     def __str__(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.reading.items())
+        options = ", ".join(f"n_group={v[0]}, topk_group={v[1]}" if k == "groups" else f"{k}={v}"
+                            for k, v in self.reading.items())
         return self.text + (f" [{options}]" if options else "")
 
 
@@ -86,6 +105,12 @@ def number(x: Inputs, name: str, default: Any = None) -> Any:
     """A scalar input as a Python number; the default where the definition has none."""
     value = x[name] if name else default
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def call_text(op: str, *names: str, **options: Any) -> str:
+    """The call as a line: the inputs that it passes on by position, and by parameter."""
+    given = [f"{k}={v}" for k, v in options.items() if v not in ("", None)]
+    return f"lz.{op}({', '.join([*filter(None, names), *given])})"
 
 
 def with_reading(compute: Callable[[Inputs, Mapping[str, Any]], Outputs], reading: Mapping[str, Any]

@@ -14,7 +14,8 @@ from torch import Tensor
 from ....ops.formulas.paged import page_table_from_csr
 from ..definition import Definition
 from ..readings import Parts, is_causal, lse_bases, readings
-from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+from ..statements import Statement, mentions, softcap, window_left
+from .answer import QUERY, Answer, Inputs, Outputs, call_text, lz, number, with_reading
 
 _SCALE = r"(sm_|softmax_|attn_)?scal(e|ing)"
 _TO_INDPTR = r"(qo|q|query)_indptr|cu_seqlens_q(o)?|q_cu_seqlens"
@@ -93,29 +94,59 @@ def paged(definition: Definition) -> list[Answer]:
         results = lz("paged_attention", query=x[q], key_cache=keys, value_cache=values,
                      block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts] if starts
                      else None, is_causal=reading.get("is_causal", True),
-                     scale=number(x, scale), window_left=number(x, window, -1),
-                     softcap=number(x, cap, 0.0), key_scale=_stored_scale(x, k_scale, keys, x[q]),
-                     kv_layout=layout,
+                     scale=number(x, scale),
+                     window_left=number(x, window, reading.get("window_left", -1)),
+                     softcap=number(x, cap, reading.get("softcap", 0.0)),
+                     key_scale=_stored_scale(x, k_scale, keys, x[q]), kv_layout=layout,
                      value_scale=_stored_scale(x, v_scale or (k_scale if both else ""), values,
                                                x[q]),
                      return_lse=bool(lse))
         return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
                 else {out: results})
 
-    text = f"lz.paged_attention({q}, {k}, {v}, pages of {table.table or table.indptr})"
+    text = call_text("paged_attention", q, k, v, f"pages of {table.table or table.indptr}",
+                     scale=scale, window_left=window, softcap=cap, key_scale=k_scale,
+                     value_scale=v_scale)
+    options, statements = _attention_options(p, bool(starts), lse, bool(window), bool(cap))
     roles = {"query": q, "key": k, "value": v, "both": both, "starts": starts, "table": table,
              "scale": scale, "layout": layout, "out": out, "lse": lse,
              "plain": not (window or cap or k_scale or v_scale)}
     return [Answer(definition, ("paged_attention",), text, with_reading(compute, reading), reading,
-                   "paged", roles)
-            for reading in _attention_readings(definition, bool(starts), bool(lse))]
+                   "paged", roles, statements=statements)
+            for reading in readings(options)]
 
 
-def _attention_readings(definition: Definition, prefill: bool,
-                        with_lse: bool) -> list[dict[str, Any]]:
-    """A decoded token sees every key, causal or not."""
-    causal = {"is_causal": is_causal(definition)} if prefill else {}
-    return readings({**causal, **({"lse_base": lse_bases(definition)} if with_lse else {})})
+_Options = dict[str, tuple[Any, ...]]
+# what no lz call of attention for definitions has a place for
+_NEVER = {r"\bsinks?\b|\battention sinks?": "attention sinks", r"\balibi": "ALiBi slopes"}
+
+
+def _attention_options(p: Parts, prefill: bool, lse: str, window: bool = False, cap: bool = False
+                       ) -> tuple[_Options, dict[str, Statement]]:
+    """The options that are no inputs, and what the text says of them. `window`, `cap`: an input
+    gives it. A decoded token sees every key, causal or not."""
+    found: dict[str, tuple[Statement | None, tuple[Any, ...]]] = {}
+    if prefill:
+        found["is_causal"] = is_causal(p.definition)
+    if lse:
+        found["lse_base"] = lse_bases(p.definition, lse)
+    for option, given, pattern, read in (("window_left", window, r"\bwindow|sliding", window_left),
+                                         ("softcap", cap, r"soft[ -]?cap|\btanh", softcap)):
+        who = "" if given else mentions(p.definition, pattern)
+        if not who:
+            continue
+        if p.op == "mla_paged_attention":
+            raise p.unmapped(f"{who} speaks of a {option}, which lz.{p.op} does not have")
+        found[option] = read(p.definition)
+        if not found[option][1]:
+            raise p.unmapped(f"{who} speaks of a {option}, and neither the text nor a constant "
+                             "says how much")
+    for pattern, what in _NEVER.items():
+        who = mentions(p.definition, pattern)
+        if who:
+            raise p.unmapped(f"{who} speaks of {what}, which lz.{p.op} is not given here")
+    return ({option: values for option, (_, values) in found.items()},
+            {option: s for option, (s, _) in found.items() if s is not None})
 
 
 def _stored_scale(x: Inputs, name: str, cache: Tensor, query: Tensor) -> Tensor | None:
@@ -147,14 +178,15 @@ def mla(definition: Definition) -> list[Answer]:
         return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
                 else {out: results})
 
-    text = (f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of "
-            f"{table.table or table.indptr})")
+    text = call_text("mla_paged_attention", q_nope, q_pe, ckv, kpe,
+                     f"pages of {table.table or table.indptr}", scale=scale)
+    options, statements = _attention_options(p, bool(starts), lse)
     roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "starts": starts,
              "table": table, "scale": scale,
              "out": out, "lse": lse}
     return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, reading),
-                   reading, "mla", roles)
-            for reading in _attention_readings(definition, bool(starts), bool(lse))]
+                   reading, "mla", roles, statements=statements)
+            for reading in readings(options)]
 
 
 def sparse(definition: Definition) -> list[Answer]:
@@ -181,13 +213,15 @@ def sparse(definition: Definition) -> list[Answer]:
         return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
                 else {out: results})
 
-    text = f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of one token by {chosen})"
+    text = call_text("mla_paged_attention", q_nope, q_pe, ckv, kpe,
+                     f"pages of one token by {chosen}", scale=scale)
+    options, statements = _attention_options(p, False, lse)
     roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "chosen": chosen,
              "scale": scale, "out": out,
              "lse": lse}
     return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, r), r,
-                   "sparse", roles)
-            for r in readings({"lse_base": lse_bases(definition)} if lse else {})]
+                   "sparse", roles, statements=statements)
+            for r in readings(options)]
 
 
 def ragged(definition: Definition) -> list[Answer]:
@@ -214,7 +248,8 @@ def ragged(definition: Definition) -> list[Answer]:
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         shared = {"is_causal": reading.get("is_causal", True), "scale": number(x, scale),
-                  "window_left": number(x, window, -1), "softcap": number(x, cap, 0.0)}
+                  "window_left": number(x, window, reading.get("window_left", -1)),
+                  "softcap": number(x, cap, reading.get("softcap", 0.0))}
         if lse:
             tokens = torch.arange(len(x[k]), device=x[k].device, dtype=torch.int32)
             blocks, lengths = page_table_from_csr(x[starts_k], tokens)
@@ -227,10 +262,12 @@ def ragged(definition: Definition) -> list[Answer]:
                         cu_seqlens_q=x[starts_q], cu_seqlens_k=x[starts_k], max_seqlen_q=longest_q,
                         max_seqlen_k=longest_k, causal_align="bottom_right", **shared)}
 
-    text = f"lz.{op}({q}, {k}, {v}, sequences of {starts_q} and {starts_k})"
+    text = call_text(op, q, k, v, f"sequences of {starts_q} and {starts_k}", scale=scale,
+                     window_left=window, softcap=cap)
+    options, statements = _attention_options(p, True, lse, bool(window), bool(cap))
     roles = {"query": q, "key": k, "value": v, "starts": starts_q, "starts_k": starts_k,
              "scale": scale, "out": out,
              "lse": lse, "plain": not (window or cap)}
     return [Answer(definition, (op,), text, with_reading(compute, reading), reading, "ragged",
-                   roles)
-            for reading in _attention_readings(definition, True, bool(lse))]
+                   roles, statements=statements)
+            for reading in readings(options)]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..definition import Definition
-from ..readings import Parts, likely, readings, small_numbers, text_of
-from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+from ..readings import Parts, readings, small_numbers, text_of
+from ..statements import OFFSET, ROPE, Statement, first_choice, number_said, said
+from .answer import QUERY, Answer, Inputs, Outputs, call_text, lz, number, with_reading
 
 
 def rms_norm(definition: Definition) -> list[Answer]:
@@ -30,9 +31,17 @@ def rms_norm(definition: Definition) -> list[Answer]:
         raise p.unmapped(f"its reference also applies {beside[1]}, which lz.rms_norm does not")
     shifted = (bool(weight) and re.search(r"1(\.0)?\s*\+\s*\w*weight|weight[\w.()]*\s*\+\s*1",
                                           text_of(definition)))
-    epsilons = small_numbers(definition) or (1e-6, 1e-5)
-    options = readings({"eps": (None,) if eps_name else epsilons,
-                        "offset": likely(1.0 if shifted else 0.0, *((0.0, 1.0) if weight else ()))})
+    found: dict[str, tuple[Statement | None, tuple[Any, ...]]] = {"eps": (None, (None,)),
+                                                                  "offset": (None, (0.0,))}
+    if not eps_name:
+        eps = number_said(definition, r"eps(?:ilon)?[^\d.;]{0,20}(\d(?:\.\d+)?e-\d+|0\.0\d+)",
+                          kind=float)
+        found["eps"] = eps, first_choice(eps, *(small_numbers(definition) or (1e-6, 1e-5)))
+    if weight:
+        offset = said(definition, OFFSET, weight, convention=0.0)
+        found["offset"] = offset, first_choice(offset, 1.0 if shifted else 0.0, 0.0, 1.0)
+    options = readings({option: values for option, (_, values) in found.items()})
+    statements = {option: s for option, (s, _) in found.items() if s is not None}
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         eps = float(number(x, eps_name, reading["eps"]))
@@ -52,10 +61,11 @@ def rms_norm(definition: Definition) -> list[Answer]:
         fixed |= {"offset": reading["offset"]} if op == "rms_norm" else {}
         direct = op == "add_rms_norm" or not residual
         answers.append(Answer(
-            definition, (op,), f"lz.{op}({', '.join(n for n in (x_name, residual, weight) if n)})",
+            definition, (op,), call_text(op, x_name, residual, weight, eps=eps_name),
             with_reading(compute, reading), {k: v for k, v in reading.items() if v is not None},
             "rms_norm", {**params, "out": out, "total": total},
-            {k: v for k, v in params.items() if v} if direct else {}, fixed))
+            {k: v for k, v in params.items() if v} if direct else {}, fixed,
+            statements=statements))
     return answers
 
 
@@ -102,8 +112,9 @@ def gemm(definition: Definition) -> list[Answer]:
     plain = not (transposed or batched or a_scale or b_scale)
     roles = {"a": a, "b": b, "bias": bias, "transposed": transposed, "out": out,
              "plain": not (a_scale or b_scale)}
-    return [Answer(definition, ("linear",), f"lz.linear({a}, {b}{'.T' if transposed else ''})",
-                   compute, kind="gemm",
+    text = call_text("linear", a, b + (".T" if transposed else ""), bias=bias, a_scale=a_scale,
+                     b_scale=b_scale)
+    return [Answer(definition, ("linear",), text, compute, kind="gemm",
                    roles=roles,
                    params={"x": a, "weight": b, **({"bias": bias} if bias else {})} if plain
                    else {})]
@@ -173,10 +184,7 @@ def rope(definition: Definition) -> list[Answer]:
         raise p.unmapped(
             f"{q} ({', '.join(p.shape(q))}) has no axis of heads, and no const axis head_size "
             "divides it")
-    halves = likely("rotate_half", "interleaved")
-    if not re.search("neox|rotate_half|rotate half", text_of(definition)) and re.search(
-            "interleav|gpt-?j", text_of(definition)):
-        halves = likely("interleaved", "rotate_half")
+    style, halves = _rope_styles(definition)
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         style = reading["style"]
@@ -203,12 +211,21 @@ def rope(definition: Definition) -> list[Answer]:
         rotated = results if isinstance(results, (tuple, list)) else (results,)
         return {n: t.flatten(-2) if flat else t for n, t in zip((q_out, k_out), rotated)}
 
-    text = f"lz.rope({q}, {k or None}, {joint or theta or f'{cos}, {sin}'}, {positions or None})"
+    text = call_text("rope", q, k or "None", joint or theta or f"{cos}, {sin}", positions or "None",
+                     style=neox, rotary_dim=part, scale=stretch)
+    roles = {"q": q, "k": k, "joint": joint, "positions": positions, "q_out": q_out, "k_out": k_out,
+             "plain": bool(joint) and not (flat or neox)}
     return [Answer(definition, ("rope",), text, with_reading(compute, r), {} if neox else r, "rope",
-                   {
-        "q": q, "k": k, "joint": joint, "positions": positions, "q_out": q_out, "k_out": k_out,
-        "plain": bool(joint) and not (flat or neox)})
+                   roles, statements={"style": style} if style else {})
             for r in readings({"style": ("rotate_half",) if neox else halves})]
+
+
+def _rope_styles(definition: Definition) -> tuple[Statement | None, tuple[str, ...]]:
+    """What the text says of the pairs, and both styles, the likelier first."""
+    style, text = said(definition, ROPE), text_of(definition)
+    pairs = not re.search("neox|rotate_half", text) and re.search("interleav|gpt-?j", text)
+    return style, first_choice(style, *(("interleaved", "rotate_half") if pairs
+                                        else ("rotate_half", "interleaved")))
 
 
 _FILTERS = {"top_k": r"top_?ks?|top_k_arr", "top_p": r"top_?ps?|top_p_arr",

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ..definition import Definition
 from ..readings import Parts, likely, readings, text_of
-from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+from ..statements import SOFTPLUS, STATE, first_choice, said
+from .answer import QUERY, Answer, Inputs, Outputs, call_text, lz, number, with_reading
 
 
 def gated_delta_rule(definition: Definition) -> list[Answer]:
@@ -36,7 +37,9 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
         raise p.unmapped(f"{indices} points into states, and no input holds them")
     key_last = re.search(r"k.?last|\[v,\s*k\]|h,?\s*v,?\s*k\]", text_of(definition)) is not None
     kept = bool(indices) and "clone" in definition.reference
-    options = readings({"state": likely("k_last" if key_last else "v_last", "k_last", "v_last"),
+    layout = said(definition, STATE, state, last)
+    options = readings({"state": first_choice(layout, "k_last" if key_last else "v_last",
+                                              "k_last", "v_last"),
                         **({"pool": likely("kept" if kept else "updated", "kept", "updated")}
                            if indices and last else {})})
 
@@ -75,9 +78,11 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
         return {out: torch.cat([o[0] for o, _ in done]),
                 last: key_first(torch.cat([s for _, s in done]))}
 
-    return [Answer(definition, ("gated_delta_rule",), f"lz.gated_delta_rule({q}, {k}, {v}, ...)",
-                   with_reading(compute, reading), reading, "gated_delta_rule",
-                   {"out": out, "last": last}) for reading in options]
+    text = call_text("gated_delta_rule", q, k, v, g=f"{log_decay}, {decay}", dt_bias=shift,
+                     beta=beta, initial_state=state, indices=indices, scale=scale)
+    return [Answer(definition, ("gated_delta_rule",), text, with_reading(compute, reading), reading,
+                   "gated_delta_rule", {"out": out, "last": last},
+                   statements={"state": layout} if layout else {}) for reading in options]
 
 
 def selective_state_update(definition: Definition) -> list[Answer]:
@@ -92,8 +97,10 @@ def selective_state_update(definition: Definition) -> list[Answer]:
     indices = p.maybe(r".*state.*(indices|idx|ids)")
     p.done()
     out, last = p.outputs((r"o|out|output|y", "the output"), (r".*state.*", "the new state"))
-    plus = "softplus" in text_of(definition)
-    options = readings({"softplus": likely(plus, True, False)})
+    # Mamba-2 has a softplus wherever it has a bias
+    plus = said(definition, SOFTPLUS, dt, shift, convention=True if shift else None)
+    options = readings({"softplus": first_choice(plus, "softplus" in text_of(definition), True,
+                                                 False)})
 
     def compute(v: Inputs, reading: Mapping[str, Any]) -> Outputs:
         pool = v[state]
@@ -111,7 +118,8 @@ def selective_state_update(definition: Definition) -> list[Answer]:
         result[used], pool[slots[used]] = outputs, states
         return {out: result, last: pool}
 
-    return [Answer(definition, ("selective_state_update",),
-                   f"lz.selective_state_update({state}, {x}, {dt}, ...)",
-                   with_reading(compute, reading), reading, "selective_state_update",
-                   {"out": out, "last": last}) for reading in options]
+    text = call_text("selective_state_update", state, x, dt, decay, b, c, D=skip, z=z,
+                     dt_bias=shift, indices=indices)
+    return [Answer(definition, ("selective_state_update",), text, with_reading(compute, reading),
+                   reading, "selective_state_update", {"out": out, "last": last},
+                   statements={"softplus": plus} if plus else {}) for reading in options]

@@ -1,8 +1,8 @@
 """From a definition to the lz call that answers it.
 
 A definition is recognised by its op_type and by the names, shapes and dtypes of its inputs and
-outputs; its own name decides nothing. One that no call answers raises `Unmapped`, which names the
-part without a counterpart.
+outputs; its name, tags and descriptions say how it is to be read. One that no call answers raises
+`Unmapped`, which names the part without a counterpart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .answer import Answer, Inputs, Outputs, lz
 
 
 def answers(definition: Definition) -> tuple[Answer, ...]:
-    """Every reading of the definition as an lz call, likeliest first; Unmapped if none."""
+    """Every reading of the definition as an lz call, likeliest first; Unmapped if none. Those that
+    contradict the text come last: they tell what a wrong reference computes."""
     own = definition.tag("lz_op")
     if own:
         return (_own_op(definition, own),)
@@ -34,12 +35,17 @@ def answers(definition: Definition) -> tuple[Answer, ...]:
         (r"mamba_?ssu.*|.*selective_state_update.*", linear_attention.selective_state_update))
     for pattern, build in builders:
         if re.fullmatch(pattern, kind):
-            return tuple(build(definition))
+            return _ordered(build(definition))
     known = ("gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, "
              "sampling, moe, gdn, mamba_ssu")
     raise Unmapped(
         f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are "
         f"{known}")
+
+
+def _ordered(answers: list[Answer]) -> tuple[Answer, ...]:
+    """Those that the text allows, then those that contradict it in one point."""
+    return tuple(a for count in (0, 1) for a in answers if len(a.contradictions) == count)
 
 
 def answer(definition: Definition) -> Answer:

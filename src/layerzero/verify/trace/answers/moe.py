@@ -18,8 +18,21 @@ import torch
 from torch import Tensor
 
 from ..definition import Definition
-from ..readings import Parts, constant, likely, readings, text_of
-from .answer import Answer, Inputs, Outputs, lz, number, with_reading
+from ..readings import Parts, constant, readings, text_of
+from ..statements import (
+    BIAS,
+    GATE,
+    NORMALIZED,
+    SCORING,
+    WEIGHT_ON,
+    Statement,
+    first_choice,
+    identifiers,
+    number_said,
+    plain,
+    said,
+)
+from .answer import Answer, Inputs, Outputs, call_text, lz, number, with_reading
 from .layers import dequantized, scales_are_transposed
 
 
@@ -48,43 +61,27 @@ class _Roles:
 
 def moe(definition: Definition) -> list[Answer]:
     p = Parts(definition, "moe")
-    logits = p.maybe(r"(routing|router|gating)_?(logits|output)|logits", 2)
-    ids = ("" if logits
-           else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
-                                    "how tokens are routed (routing_logits, or topk_ids)", 2))
-    gate = (p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3)
-            if _has(definition, r"w3|w_up|up_(proj|weights?)") else "")
-    roles = _Roles(
-        p.take(r"hidden_states|x|inputs?", "hidden states (hidden_states)", 2),
-        p.take(r"w3|w_up|up_(proj|weights?)" if gate
-               else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
-               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)",
-               3),
-        p.take(
-            r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
-            "the weights of down (gemm2_weights)", 3),
-        logits, ids, p.maybe(r"topk_weights|routing_weights|expert_weights|token_final_scales", 2),
-        p.maybe(r"(routing|correction|e_score_correction)_?bias"),
-        p.maybe(r"hidden_states_scales?|x_scales?|input_scales?"),
-        p.maybe(r"(gemm1_weights?|w13|w1|fc1|gate_up)_scales?(_inv)?"),
-        p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
-        p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
-        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"),
-        p.maybe(r"routed_scaling_factor"), gate)
+    roles = _take_roles(p)
+    logits = roles.logits
     count_inputs = {name: p.maybe(pattern) for name, pattern in (
         ("top_k", r"top_?k"), ("n_group", r"n_group"), ("topk_group", r"topk_group"))}
     for pattern in (r"num_experts", r"num_local_experts", r"routing_method_type"):
         p.maybe(pattern)                       # the axes and the reference say it
     p.done()
     (out,) = p.outputs((r"o|out|y|output|hidden_states_out", "the mixture"))
-    top_k = 0 if count_inputs["top_k"] else _top_k(p, roles)
-    groups = _groups(definition)
+    options, statements = _options(p, roles)
+    if logits and not count_inputs["top_k"]:
+        _add(options, statements, "top_k", *_top_k(p))
+    if logits and not count_inputs["n_group"]:
+        groups = _groups(p)
+        if groups != (None, ((1, 1),)):
+            _add(options, statements, "groups", *groups)
     transposed, x_transposed = _transposed(p, roles), scales_are_transposed(p, roles.x,
                                                                             roles.x_scale)
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
-        counts = tuple(int(number(x, count_inputs[n], d))
-                       for n, d in zip(count_inputs, (top_k, *groups)))
+        defaults = reading.get("top_k", 0), *reading.get("groups", (1, 1))
+        counts = tuple(int(number(x, count_inputs[n], d)) for n, d in zip(count_inputs, defaults))
         picked, weights = _routed(x, roles, reading, counts[0], (counts[1] or 1, counts[2] or 1))
         offset = int(number(x, roles.offset, 0))
         used, local = _used(picked, offset, x[roles.second].shape[0])
@@ -101,14 +98,48 @@ def moe(definition: Definition) -> list[Answer]:
                     weight_on=reading["weight_on"])
         return {out: result}
 
-    names = (roles.x, roles.first, roles.second, "experts of " + (roles.logits or roles.ids))
+    names = (roles.x, roles.gate, roles.first, roles.second,
+             "experts of " + (roles.logits or roles.ids))
+    scales = (roles.x_scale, roles.first_scale, roles.second_scale, roles.up_scale,
+              roles.gate_scale, roles.out_scale)
     ops = (*(("moe_gate",) if logits else ()), *(("dequantize",) if _quantized(p, roles) else ()),
            "moe")
-    parts = {**vars(roles), "out": out, "top_k": top_k, "groups": groups, "transposed": transposed,
-             "x_transposed": x_transposed, "count_inputs": count_inputs}
-    text = f"lz.moe({', '.join(names)})"
-    return [Answer(definition, ops, text, with_reading(compute, reading), reading, "moe", parts)
-            for reading in _readings(definition, roles)]
+    parts = {**vars(roles), "out": out, "transposed": transposed, "x_transposed": x_transposed,
+             "count_inputs": count_inputs}
+    text = call_text("moe", *names, topk_weights=roles.weights, bias=roles.bias,
+                     scales=" ".join(filter(None, scales)), expert_offset=roles.offset,
+                     routed_scaling_factor=roles.factor, **count_inputs)
+    packed = {"packed": True} if roles.ids and not roles.weights else {}
+    return [Answer(definition, ops, text, with_reading(compute, {**packed, **reading}),
+                   {**packed, **reading}, "moe", parts, statements=statements)
+            for reading in readings(options)]
+
+
+def _take_roles(p: Parts) -> _Roles:
+    """The inputs by the part that they play."""
+    logits = p.maybe(r"(routing|router|gating)_?(logits|output)|logits", 2)
+    ids = ("" if logits
+           else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
+                                    "how tokens are routed (routing_logits, or topk_ids)", 2))
+    gate = (p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3)
+            if _has(p.definition, r"w3|w_up|up_(proj|weights?)") else "")
+    return _Roles(
+        p.take(r"hidden_states|x|inputs?", "hidden states (hidden_states)", 2),
+        p.take(r"w3|w_up|up_(proj|weights?)" if gate
+               else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
+               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)",
+               3),
+        p.take(
+            r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
+            "the weights of down (gemm2_weights)", 3),
+        logits, ids, p.maybe(r"topk_weights|routing_weights|expert_weights|token_final_scales", 2),
+        p.maybe(r"(routing|correction|e_score_correction)_?bias"),
+        p.maybe(r"hidden_states_scales?|x_scales?|input_scales?"),
+        p.maybe(r"(gemm1_weights?|w13|w1|fc1|gate_up)_scales?(_inv)?"),
+        p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
+        p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
+        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"),
+        p.maybe(r"routed_scaling_factor"), gate)
 
 
 def _has(definition: Definition, pattern: str) -> bool:
@@ -120,26 +151,52 @@ def _quantized(p: Parts, roles: _Roles) -> bool:
                for name in (roles.x, roles.first, roles.second))
 
 
-def _top_k(p: Parts, roles: _Roles) -> int:
-    if roles.ids:
-        return 0
-    count = constant(p.definition, r"(num_)?top_?k|num_experts_per_tok(en)?")
-    if count is None:
-        tag = re.search(r"top_?k_?(\d+)", " ".join((*p.definition.tags, p.definition.description,
-                                                    p.definition.name)).lower())
-        count = int(tag[1]) if tag else None
-    if count is None:
+_Options = dict[str, tuple[Any, ...]]
+_GROUPS = r"n(um)?_(expert_)?groups?"
+
+
+def _add(options: _Options, statements: dict[str, Statement], name: str,
+         statement: Statement | None, values: tuple[Any, ...]) -> None:
+    options[name] = values
+    if statement is not None:
+        statements[name] = statement
+
+
+def _top_k(p: Parts) -> tuple[Statement | None, tuple[int, ...]]:
+    """How many experts a token has: an axis, else the text; then what the reference names."""
+    pattern = r"(num_)?top_?k|num_experts_per_tok(en)?"
+    axis = next((n for a, n in p.definition.const_axes.items() if re.fullmatch(pattern, a)), None)
+    statement = (Statement(axis, "its axes say") if axis is not None
+                 else number_said(p.definition, r"top[ -]?k[ =]?(\d+)"))
+    count = constant(p.definition, pattern)
+    values = first_choice(statement, *(() if count is None else (count,)))
+    if not values:
         raise p.unmapped(
             "how many experts a token has is told neither by a const axis top_k nor by the "
             "reference")
-    return count
+    return statement, values
 
 
-def _groups(definition: Definition) -> tuple[int, int]:
-    """(groups, groups that are kept): const axes, or constants of the reference."""
-    groups = constant(definition, r"n(um)?_(expert_)?groups?")
-    kept = constant(definition, r"(top_?k|num_limited|limited)_groups?")
-    return (groups, kept) if groups and kept else (1, 1)
+def _groups(p: Parts) -> tuple[Statement | None, tuple[tuple[int, int], ...]]:
+    """(groups, groups that are kept): the text, const axes, or constants of the reference."""
+    d = p.definition
+    counts = (number_said(d, r"\bng(\d+)\b") or number_said(d, r"n group ?=? ?(\d+)")
+              or number_said(d, r"\b(\d+) groups"))
+    kept = (number_said(d, r"\bkg(\d+)\b") or number_said(d, r"top ?k group ?=? ?(\d+)")
+            or number_said(d, r"groups, (\d+) of them"))
+    statement = (Statement((counts.value, kept.value), counts.source) if counts and kept else None)
+    named = (constant(d, _GROUPS),
+             constant(d, r"(top_?k|num_limited|limited)_groups?"))
+    if statement is None and all(named) and any(re.fullmatch(_GROUPS, a.lower())
+                                                for a in d.const_axes):
+        statement = Statement(named, "its axes say")
+    values = first_choice(statement, *((named,) if all(named) else ()))
+    if not values and any(re.search(r"(^| )groups?\b", plain(n)) for n in identifiers(d)):
+        raise p.unmapped("its reference chooses among groups of experts, and neither its text nor "
+                         "an axis or constant says how many (n_group, topk_group)")
+    # one that forgets the groups is told apart from one that is wrong otherwise
+    return statement, first_choice(statement, *values, (1, 1)) if statement else (values
+                                                                                  or ((1, 1),))
 
 
 def _transposed(p: Parts, roles: _Roles) -> bool:
@@ -153,30 +210,35 @@ def _transposed(p: Parts, roles: _Roles) -> bool:
         f"{roles.first} ({', '.join(first)}) must have the axis {hidden!r} of {roles.x} once")
 
 
-def _readings(definition: Definition, roles: _Roles) -> list[dict[str, Any]]:
-    text = text_of(definition)
-    llama4 = re.search(r"llama.?4|routing_method_type=3", text) is not None
-    on_input = (llama4
-                or re.search(
-                    r"scale[ds]? (at|the|on)? ?input|applied to (the )?input|scales_on_input=true",
-                    text))
-    deepseek = roles.factor and roles.bias
-    sigmoid = deepseek or llama4 or re.search(r"sigmoid", text)
-    separate = bool(roles.gate)
-    gate_first = separate or re.search(r"gemm1|fc1", roles.first) is None
-    raw = re.search(r"routing_method_type=0|softmax ?-> ?top|without renorm|no renorm",
-                    text) is not None
-    options: dict[str, tuple[Any, ...]] = {
-        "weight_on": likely("input" if on_input else "output", "output", "input"),
-        "gate_first": (True,) if separate else likely(bool(gate_first), True, False)}
+def _options(p: Parts, roles: _Roles) -> tuple[_Options, dict[str, Statement]]:
+    """What the schema leaves open, and what the text says of it. The weights of a mixture are on
+    the results of its experts, unless the text says otherwise."""
+    definition, text = p.definition, text_of(p.definition)
+    deepseek = bool(roles.factor and roles.bias)
+    fused = re.search(r"gemm1|fc1", roles.first) is not None
+    options: _Options = {}
+    statements: dict[str, Statement] = {}
+    on = said(definition, WEIGHT_ON, convention="output")
+    _add(options, statements, "weight_on", on, first_choice(on, "output", "input"))
+    if roles.gate:
+        options["gate_first"] = (True,)
+        statements["gate_first"] = Statement(True, "its inputs say")
+    else:
+        order = said(definition, GATE, roles.first, convention=False if fused else None)
+        _add(options, statements, "gate_first", order, first_choice(order, True, False))
     if roles.logits:
-        options["scoring"] = likely("sigmoid" if sigmoid else "softmax", "softmax", "sigmoid")
-        options["normalize"] = likely(not (raw or (llama4 and not deepseek)), True, False)
+        # FlashInfer's "renormalize" is a softmax of the chosen logits
+        scoring = (said(definition, SCORING)
+                   or said(definition, ((r"renorm", "softmax"),),
+                           convention="sigmoid" if deepseek else None))
+        likely = ("sigmoid", "softmax") if "sigmoid" in text else ("softmax", "sigmoid")
+        _add(options, statements, "scoring", scoring, first_choice(scoring, *likely))
+        summed = said(definition, NORMALIZED, convention=True if deepseek else None)
+        _add(options, statements, "normalize", summed, first_choice(summed, True, False))
     if roles.bias:
-        options["bias"] = likely("ignored" if llama4 else "choice", "choice", "ignored")
-    if roles.ids and not roles.weights:
-        return [{"packed": True, **r} for r in readings(options)]
-    return readings(options)
+        bias = said(definition, BIAS, convention="choice" if deepseek else None)
+        _add(options, statements, "bias", bias, first_choice(bias, "choice", "ignored"))
+    return options, statements
 
 
 def _routed(x: Inputs, roles: _Roles, reading: Mapping[str, Any], top_k: int,

@@ -37,18 +37,23 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
 
 # Attention, one sequence at a time.
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool,
-            scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
+            reading: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """q (queries, heads, dim), k, v (keys, kv heads, dim): attention and natural log-sum-exp."""
+    window, cap = reading.get("window_left", -1), reading.get("softcap", 0.0)
     q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1],
                                                                             device=q.device)
-    seen = ((j <= i + k.shape[1] - q.shape[1]) if causal
-            else torch.ones_like(i + j, dtype=torch.bool))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    lse = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf).logsumexp(-1)
+    i = i + k.shape[1] - q.shape[1]
+    seen = (j <= i) if causal else torch.ones_like(i + j, dtype=torch.bool)
+    seen = seen & (j >= i - window) if window >= 0 else seen
+    scores = q @ k.transpose(1, 2) * scale
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    out = (F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale) if not cap
+           else scores.softmax(-1) @ v)
     out = out.masked_fill(lse.isinf()[..., None], 0.0)          # a query that sees no key
     return out.transpose(0, 1), lse.transpose(0, 1)
 
@@ -107,7 +112,8 @@ def _paged(answer: Answer, x: Inputs) -> Outputs:
     def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         for row in range(_count(x, table)):
             where, mine = _rows(x, r["starts"], row), _tokens(table, x, size, row)
-            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]))
+            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]),
+                                 answer.reading)
 
     return _spread(answer, len(q), parts(), q)
 
@@ -122,8 +128,8 @@ def _latent(answer: Answer, x: Inputs,
     k = torch.cat((v, kpe.flatten(0, 1)[:, None]), -1)
     causal = answer.reading.get("is_causal", False)
     return _spread(answer, len(q),
-                   ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"])))
-                                    for w, mine in sequences(size)), q)
+                   ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"]), {}))
+                    for w, mine in sequences(size)), q)
 
 
 def _mla(answer: Answer, x: Inputs) -> Outputs:
@@ -146,7 +152,8 @@ def _ragged(answer: Answer, x: Inputs) -> Outputs:
     def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         for row in range(len(x[r["starts"]]) - 1):
             where, mine = _rows(x, r["starts"], row), _rows(x, r["starts_k"], row)
-            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]))
+            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]),
+                                 answer.reading)
 
     return _spread(answer, len(q), parts(), q)
 
@@ -222,8 +229,9 @@ def _chosen(r: Mapping[str, Any], reading: Mapping[str, Any], x: Inputs) -> tupl
     scores = logits.sigmoid() if reading["scoring"] == "sigmoid" else logits.softmax(-1)
     choice = (scores + x[r["bias"]].float().reshape(-1) if reading.get("bias") == "choice"
               else scores)
+    counts = reading.get("groups", (1, 1))
     top_k, groups, kept = (int(x[r["count_inputs"][n]]) if r["count_inputs"][n] else d for n, d in (
-        ("top_k", r["top_k"]), ("n_group", r["groups"][0]), ("topk_group", r["groups"][1])))
+        ("top_k", reading.get("top_k", 0)), ("n_group", counts[0]), ("topk_group", counts[1])))
     if groups > 1:
         parted = choice.view(len(choice), groups, -1)
         worth = (parted.topk(2, -1).values.sum(-1) if reading.get("bias") == "choice"

@@ -37,7 +37,7 @@ def _truth(source: str, package: str, table: Mapping[str, Compute], answer: Answ
         return Truth(source, None, f"{package} is not installed")
     if torch.device(device).type != "cuda":
         return Truth(source, None, f"{package} needs a CUDA device; this runs on {device}")
-    if not answer.roles.get("plain", True):
+    if not answer.roles.get("plain", True) or {"window_left", "softcap"} & {*answer.reading}:
         return Truth(source, None, f"this form of the inputs is not translated to {source}")
     return Truth(source, table[answer.kind])
 

@@ -1456,11 +1456,11 @@ def grouped_attention(
 
     Example:
         out = lz.grouped_attention(
-            torch.randn(29, 4, 32),
-            torch.randn(46, 2, 32),
-            torch.randn(46, 2, 32),
-            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
-            16,
+            torch.randn(12, 4, 32),
+            torch.randn(59, 2, 32),
+            torch.randn(59, 2, 32),
+            torch.tensor([[7, 5, 16, 40], [0, 4, 0, 20], [4, 3, 0, 33]], dtype=torch.int32),
+            5,
             40,
             is_causal=True,
         )
@@ -1481,12 +1481,12 @@ def grouped_attention(
 
     Example:
         out = lz.grouped_attention(
-            torch.randn(29, 4, 32),
-            torch.randn(46, 2, 32),
-            torch.randn(46, 2, 32),
-            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
-            16,
-            40,
+            torch.randn(11, 4, 32),
+            torch.randn(23, 2, 32),
+            torch.randn(23, 2, 32),
+            torch.tensor([[9, 2, 3, 7], [5, 4, 0, 20], [0, 5, 9, 11]], dtype=torch.int32),
+            5,
+            20,
             return_lse=True,
         )
     """

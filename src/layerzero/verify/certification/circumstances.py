@@ -227,6 +227,15 @@ class RecordingGradients(Circumstance):
         return torch.enable_grad()
 
 
+class GradMode(Circumstance):
+    """Grad mode as it is by default, with inputs that require no gradient."""
+
+    name, any_dtype = "in grad mode", True
+
+    def around(self, device: str) -> Any:
+        return torch.enable_grad()
+
+
 class GivenParameters(Circumstance):
     """Parameters that require gradients, where none are recorded: as a model is served."""
 
@@ -335,8 +344,8 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
     """Yields the circumstances of a lane: quick has each kind, full every layout of every tensor;
     those that give other values of arguments only where they are wanted."""
     yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
-                Autocast(), InferenceMode(), RecordingGradients(), GivenParameters(), Repeated(),
-                OtherThreadCount(3))
+                Autocast(), InferenceMode(), RecordingGradients(), GradMode(), GivenParameters(),
+                Repeated(), OtherThreadCount(3))
     if not op.tensors:
         return
     yield from (OtherThreadCount(12), OtherDefaultDtype())

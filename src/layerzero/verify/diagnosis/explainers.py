@@ -78,7 +78,7 @@ _BY_CIRCUMSTANCE = (
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
     ("set_num_threads", "threads"), ("set_default_dtype", "dtype"), (" calls", "state"),
     ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
-    ("recording gradients", "mode"), ("recording nothing", "mode"),
+    ("recording gradients", "mode"), ("recording nothing", "mode"), ("in grad mode", "mode"),
     ("column of another", "layout"), ("exchanged in memory", "layout"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))

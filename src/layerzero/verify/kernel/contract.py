@@ -58,7 +58,6 @@ from .judging import may_be_chance as may_be_chance
 from .process_state import (
     COMPILING,
     DETERMINISTIC,
-    GRAD_MODE,
     ONCE,
     SLOW,
     deterministic_mode,
@@ -415,7 +414,6 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
     def run(arguments: dict[str, Any]) -> tuple[Any, ...]:
         nonlocal around
         around[DETERMINISTIC] = deterministic_mode()   # poisoned memory sets it
-        around[GRAD_MODE] = torch.is_grad_enabled()
         answer = call(kernel, arguments)
         results = results_of(answer) if kernel.op.tensors else (answer,)
         if kernel.op.tensors:
@@ -428,11 +426,7 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
             around = process_state(device, slow=False)
         return results
 
-    # As users call it who know of no gradients. Inductor would compile once more for this.
-    plain = not kernel.jit and not torch.is_inference_mode_enabled() and not any(
-        isinstance(v, Tensor) and v.requires_grad for v in values.values())
-    with torch.enable_grad() if plain else nullcontext():
-        results = [run(values)]
+    results = [run(values)]
     copies = [t.clone() if isinstance(t, Tensor) else t for t in results[0]]
     with poisoned_memory():
         results.append(run(guarded_values))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ...spec.kernel import Kernel
 from ..kernel.contract import CaseResult
 from .conditions import failing_conditions
-from .explainers import Evidence, explain
+from .evidence import Evidence
+from .explainers import explain
 
 # class -> what to do about it
 CLASSES: Mapping[str, str] = {

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
+from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import CaseResult
@@ -21,30 +20,27 @@ from .altered_references import (
     meaning_of,
     scale_mistake,
 )
+from .boundary_reruns import explain_by_boundaries
 from .call_orders import depends_on_earlier_calls, keeps_by_shape
-from .conditions import named_facts, speaks_of_sizes
+from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind_of, recur
+from .doubts import doubt_about
+from .evidence import Evidence, Explanation
 from .head_maps import explain_by_heads
+from .kept_reruns import explain_by_earlier_contents
 from .memory_reruns import explain_by_memory
 from .reruns import (
-    confirmed_arguments,
     fails_again,
-    fails_with_other_numbers,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
     is_right_with_small_gaps,
+    is_strided,
+    is_wrong_when_recording,
+)
+from .rounding_reruns import (
     is_rounded,
     is_rounding,
     is_slight,
     is_small_beside_rows,
-    is_strided,
-    is_wrong_by_itself,
-    is_wrong_in_few_rows,
-    is_wrong_when_recording,
-    is_wrong_when_wide,
-    passes_at_some_size,
-    passes_with_the_same_arguments,
-    plain_failures,
-    row_dim,
 )
 from .row_reruns import draws_others, has_another_type, mixes_rows
 from .size_reruns import (
@@ -64,124 +60,32 @@ from .value_reruns import (
     is_right_with_smaller_numbers,
 )
 
-Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
-
 # Kinds of complaint that are the diagnosis if every failing case has them.
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
            "shape", "dtype", "threads", "fault", "global state", "invariance")
-_BY_CIRCUMSTANCE = (
-    ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
-    ("filled with", "unknown"),
-    ("since a call", "stale cache"),
-    ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
-    ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
-    ("after another call", "state"), ("NaN and infinity", "non-finite values"),
-    ("set_num_threads", "threads"), ("set_default_dtype", "dtype"), (" calls", "state"),
-    ("broadcast by", "layout"), ("threads", "threads"), ("inference mode", "mode"),
-    ("recording gradients", "mode"), ("recording nothing", "mode"), ("in grad mode", "mode"),
-    ("column of another", "layout"), ("exchanged in memory", "layout"),
-    (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
-    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Complaints about whose memory something is.
 _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
-# Circumstances whose runs differ in more than the state of the kernel.
-_OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
 _OF_LAYOUT = ("stride_last", "contiguous")
-STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by",
-           "column of another", "exchanged in memory")
 # Complaints about memory that numbers which are wrong in a single call outrank.
 _OF_SHARING = ("aliasing", "result")
 
 
-@dataclass
-class Evidence:
-    """What is known of the failing cases of a kernel; what takes reruns is found out once, when it
-    is asked for."""
-
-    kernel: Kernel
-    failed: Sequence[CaseResult]
-    results: Sequence[CaseResult]
-    device: str
-    where: str                                 # what distinguishes them: conditions.py
-
-    def __post_init__(self) -> None:
-        # a backward case judges the result of its forward pass too
-        self.forward = [r for r in self.failed if not r.circumstance.startswith("backward")
-                        or {"error", "not finite"} & set(r.kinds)]
-
-    def add_plain_failures(self) -> None:
-        """Runs plain cases where every failing one is under a circumstance: of what comes late none
-        may have run."""
-        if all(r.circumstance for r in self.forward):
-            plain = plain_failures(self.kernel, self.failed, self.results, self.device)
-            self.forward, self.results = plain or self.forward, [*self.results, *plain]
-
-    @property
-    def op(self) -> Op:
-        return self.kernel.op
-
-    @property
-    def detail(self) -> str:
-        return self.forward[0].detail
-
-    def ask(self, question: Callable[..., bool]) -> bool:
-        """Asks about the failing forward cases."""
-        return question(self.kernel, self.forward, self.device)
-
-    @cached_property
-    def of_sizes(self) -> bool:
-        """Do sizes distinguish the failing cases, and nothing else?"""
-        return (speaks_of_sizes(self.op, self.where) and self.ask(fails_again)
-                and passes_at_some_size(self.kernel, self.results, self.device)
-                and passes_with_the_same_arguments(self.kernel, self.results, self.device)
-                and not fails_with_other_numbers(self.kernel, self.results, self.device)
-                and not self.ask(is_right_when_finite)
-                and not (_rows_alone(self.op, self.where) and self.ask(is_wrong_in_few_rows)))
-
-    @property
-    def of_large_sizes(self) -> bool:
-        return self.of_sizes and "(it passes" in self.where
-
-    @cached_property
-    def arguments(self) -> list[str]:
-        return confirmed_arguments(self.kernel, self.forward, self.device)
-
-    @property
-    def several_arguments(self) -> bool:
-        return len(_kinds_of_facts(self.arguments)) > 1
-
-    @property
-    def distinguished(self) -> bool:
-        """Does a confirmed argument distinguish the failing cases?"""
-        return any(part in self.where for name in self.arguments for part in name.split(" and "))
-
-    @cached_property
-    def is_wrong_in_one_call(self) -> bool:
-        return self.ask(is_wrong_by_itself)
-
-    @cached_property
-    def is_slight(self) -> bool:
-        return self.ask(is_slight) or self.ask(is_rounded)
-
-    @cached_property
-    def dtypes(self) -> set[str]:
-        dtypes = {r.dtype for r in self.forward}
-        wide = "float32" not in dtypes and self.ask(is_wrong_when_wide)
-        return dtypes | ({"float32"} if wide else set())
-
-    @property
-    def is_right_when_wide(self) -> bool:
-        return "float32" not in self.dtypes and any(r.passed and r.dtype == "float32"
-                                                    for r in self.results)
-
-
 def explain(evidence: Evidence) -> Explanation:
-    """Returns the first explanation."""
+    """Returns the first explanation that nothing speaks against."""
+    doubts: dict[str, str] = {}
     for explainer in EXPLAINERS:
-        explanation = explainer(evidence)
-        if explanation is not None:
+        try:
+            explanation = explainer(evidence)
+        except FAULTS:                         # the kernel, in a rerun
+            continue
+        if explanation is None or doubts.get(explanation[0]):
+            continue
+        kind = explanation[0]
+        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward, evidence.device)
+        if not doubts[kind]:
             return explanation
-    return "unknown", f"no altered reference explains it: {evidence.detail}"
+    looks = "; ".join(f"looks like {kind}, but {doubt}" for kind, doubt in doubts.items() if doubt)
+    return "unknown", f"{looks or 'no altered reference explains it'}: {evidence.detail}"
 
 
 # What every failing case shows by itself.
@@ -222,6 +126,19 @@ def _by_call_order(e: Evidence) -> Explanation | None:
     # memory that is used again looks like something that was kept
     return explain_by_memory(e.kernel, e.forward, e.device) or (
         "state", f"right after some calls, wrong after others: {e.detail}")
+
+
+def _by_earlier_contents(e: Evidence) -> Explanation | None:
+    return explain_by_earlier_contents(e.kernel, e.forward, e.device)
+
+
+def _by_state_of_torch(e: Evidence) -> Explanation | None:
+    """By what torch's modes and settings are about, where it fails in them alone."""
+    names = {r.circumstance for r in e.forward}
+    if not all(names) or not are_of_torch(names) or kind_of(names) == "unknown":
+        return None
+    return ((kind_of(names), f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}")
+            if e.ask(recur) else None)
 
 
 def _by_heads(e: Evidence) -> Explanation | None:
@@ -275,17 +192,17 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     if not all(names):                         # it fails without any too
         return None
     if (all("non-determinism" in r.kinds for r in e.forward)
-            and not any(word in name for name in names for word in _OTHER_CONTENTS)):
+            and not any(word in name for name in names for word in OTHER_CONTENTS)):
         return "state", f"two runs with the same contents differ: {e.detail}"
     says = f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
-    if all("given " in name for name in names):
+    if all("given " in name for name in names) and not are_of_torch(names):
         return _kind_of_given(e.op, names), says
-    kinds = {next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
-             for name in names}
-    kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    kind = kind_of(names)
     if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
         return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
     if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
+        kind = "unknown"
+    if (kind == "dtype" or are_of_torch(names)) and not e.ask(recur):
         kind = "unknown"
     return kind, says
 
@@ -339,6 +256,18 @@ def _by_finiteness(e: Evidence) -> Explanation | None:
     return explanation
 
 
+def _by_infinities(e: Evidence) -> Explanation | None:
+    """By the infinities and NaN of its input, whatever they do to its codes and sums."""
+    return (("non-finite values", f"right in the same sizes with numbers in the place of "
+             f"infinities and NaN: {e.detail}")
+            if e.op.family != "sampling" and e.ask(is_right_when_finite) else None)
+
+
+def _by_boundaries(e: Evidence) -> Explanation | None:
+    return (None if e.op.family == "sampling"
+            else explain_by_boundaries(e.kernel, e.forward, e.device))
+
+
 def _by_factor(e: Evidence) -> Explanation | None:
     # where some cases pass it is one of something else
     passes = any(r.passed and not r.circumstance for r in e.results)
@@ -378,6 +307,8 @@ def _by_arguments(e: Evidence) -> Explanation | None:
                                          or any(r.error >= 0.05 for r in e.forward)):
         return None
     kinds = {class_of(name, "") or _meaning(e, name) for name in e.arguments}
+    if kinds == {"mask", "alignment"}:         # causality is right with the other diagonal
+        kinds = {"alignment"}
     # of arguments that go together each one mends it, whichever is wrong
     kind = kinds.pop() if len(kinds) == 1 else "unknown"
     if kind == "unknown" and e.op.family == "sampling" and e.ask(draws_others):
@@ -451,11 +382,12 @@ def _by_draws(e: Evidence) -> Explanation | None:
 
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
-    _by_complaint, _by_direction, _by_call_order, _by_heads, _by_large_sizes, _by_layout,
-    _by_earlier_calls, _by_mistake, _by_memory, _by_pages, _by_finiteness, _by_circumstance,
-    _by_forward_complaint, _by_nondeterminism, _by_repetition, _by_type, _without_tensors,
-    _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders,
-    _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+    _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
+    _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
+    _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
+    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_fact, _by_smaller_calls,
+    _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding, _by_sizes, _by_draws,
+    _by_factor, _by_shortness, _by_neighbours)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:
@@ -466,25 +398,9 @@ def _kind_of_given(op: Op, names: Iterable[str]) -> str:
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
-def _kinds_of_facts(arguments: Sequence[str]) -> set[str]:
-    """Returns what arguments speak of; beside a window neither causality nor the diagonal."""
-    facts = {fact: kind for fact, kind in CLASS_OF_ARGUMENT for name in arguments
-             if fact in name}
-    if "window" in facts:
-        facts = {fact: kind for fact, kind in facts.items() if "causal" not in fact}
-    return set(facts.values())
-
-
-def _rows_alone(op: Op, where: str) -> bool:
-    """Is the number of rows the only size that the condition names?"""
-    sizes = {n for n in named_facts(where) if n in op.dims or n in op.derived}
-    return sizes == {row_dim(op)}
-
-
 def _is_of_layout(kernel: Kernel, r: CaseResult, device: str) -> bool:
     """Has the failing call a tensor that is not contiguous?"""
-    return is_strided(kernel, r, device) or (any(word in r.circumstance for word in STRIDED)
-                                             and not r.circumstance.startswith("given "))
+    return is_strided(kernel, r, device) or is_of_layout(r.circumstance)
 
 
 def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

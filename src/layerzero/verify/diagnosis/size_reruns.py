@@ -32,17 +32,20 @@ SEEDS = (0, 1001, 1002)                        # added to that of the case
 class Reruns:
     """Remembers which calls of a kernel are right, and stops asking after LIMIT_S."""
 
-    def __init__(self, kernel: Kernel, device: str) -> None:
-        self.kernel, self.device, self.end = kernel, device, time.process_time() + LIMIT_S
+    def __init__(self, kernel: Kernel, device: str, limit_s: float = LIMIT_S) -> None:
+        self.kernel, self.device, self.end = kernel, device, time.process_time() + limit_s
         self.known: dict[tuple[str, str, int], bool | None] = {}
 
     def verdict(self, case: Case, dtype: str, seed: int) -> bool | None:
         """Is such a call right? None where the contract or the kernel does not allow it."""
         key = repr(sorted(case.items())), dtype, seed
         if key not in self.known:
-            self.known[key] = (None if time.process_time() > self.end
-                               else self._ask(case, dtype, seed))
+            self.known[key] = None if self.is_late else self._ask(case, dtype, seed)
         return self.known[key]
+
+    @property
+    def is_late(self) -> bool:
+        return time.process_time() > self.end
 
     def _ask(self, case: Case, dtype: str, seed: int) -> bool | None:
         try:
@@ -62,7 +65,7 @@ class Reruns:
 Sized = Callable[[int], dict[str, Any]]
 
 
-def _sizes(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
+def sizes_of(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
     """Yields the sizes of a case that may change by themselves: its name, how large it is, and the
     case with another one. Of lists, all lengths are the same."""
     shared = {name for pair in shares(op) for name in pair}
@@ -108,7 +111,7 @@ def _steady(reruns: Reruns, failed: Sequence[CaseResult]) -> list[CaseResult]:
 
 def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
     """Returns with which period a size of this call makes it wrong, in words."""
-    for name, n, sized in _sizes(op, r.case):
+    for name, n, sized in sizes_of(op, r.case):
         def at(m: int, sized: Sized = sized) -> bool | None:
             return reruns.verdict(sized(m), r.dtype, r.seed)
 
@@ -154,7 +157,7 @@ def _by_side(kernel: Kernel, failed: Sequence[CaseResult], device: str,
 
 
 def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
-    for name, n, sized in _sizes(op, r.case):
+    for name, n, sized in sizes_of(op, r.case):
         smaller = [m for m in (n >> by for by in range(1, 8)) if m >= 4]
         if len(smaller) < 2 or not reruns.all_are(False, [sized(n), sized(n + 1)], r.dtype, r.seed,
                                                  SEEDS[:2]):
@@ -163,7 +166,7 @@ def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
         if right == smaller[-len(right):] and len(right) > 1 and all(
                 _all_matter(op, sized(m), r, device) for m in right) and not any(
                 reruns.verdict(other(max(right[0] // 3, 1)), r.dtype, r.seed) is False
-                for others, _, other in _sizes(op, sized(right[0])) if others != name):
+                for others, _, other in sizes_of(op, sized(right[0])) if others != name):
             if _adds_rows(op, r, sized(right[0]), device) and is_wrong_in_few_rows(
                     reruns.kernel, [r], device):
                 continue                       # many rows only make a rare number likelier
@@ -179,14 +182,14 @@ def _adds_rows(op: Op, r: CaseResult, smaller: Case, device: str) -> bool:
 
 
 def _shortness(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
-    for name, n, sized in _sizes(op, r.case):
+    for name, n, sized in sizes_of(op, r.case):
         larger = [m for m in (8, 16, 33, 64) if m > 2 * n]
         if len(larger) < 3 or not reruns.all_are(False, [sized(n)], r.dtype, r.seed):
             continue
         if (reruns.all_are(True, [sized(m) for m in larger], r.dtype, r.seed)
                 and all(_all_matter(op, sized(m), r, device) for m in larger)
                 and not any(reruns.verdict(other(max(n // 2, 1)), r.dtype, r.seed)
-                            for others, size, other in _sizes(op, r.case)
+                            for others, size, other in sizes_of(op, r.case)
                             if others != name and size > n)):
             return f"wrong where {name} is {n}, right where it is {', '.join(map(str, larger))}"
     return ""

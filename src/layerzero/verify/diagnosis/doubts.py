@@ -1,0 +1,154 @@
+"""What speaks against a name: another cause that gives the same evidence, asked by a rerun that
+changes this one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..cases.generated import Case, if_allowed
+from ..kernel.contract import CaseResult, case_refusals, case_values
+from .kept_reruns import is_wrong_in_turn
+from .reruns import is_right, sample_failures
+from .rounding_reruns import errors_come_again
+from .size_reruns import SEEDS, Reruns, Sized, sizes_of
+
+Values = dict[str, Any]
+WIDE = ("float32", "float64")
+
+
+def doubt_about(kind: str, kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Returns why a kernel that looks like one of this class may be of another; "" if nothing
+    speaks against it."""
+    question = _DOUBTS.get(kind)
+    return question(kernel, failed, device) if question else ""
+
+
+# Sizes.
+
+def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """At the same sizes it must be wrong whatever the numbers, and at another of one size right."""
+    reruns = Reruns(kernel, device, limit_s=8.0)
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        if is_right(kernel, values, r.dtype):
+            return "its error is so small that other numbers may mend it"
+        doubt = (_by_other_numbers(kernel, r, values, device) or _by_order(kernel, r, values)
+                 or _by_other_sizes(reruns, r, device))
+        if doubt:
+            return doubt
+    return ""
+
+
+def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str) -> str:
+    copies = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    if is_right(kernel, copies, r.dtype):
+        return "the same call is right in other memory"
+    others = (case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for by in (1001, 1002))
+    if any(is_right(kernel, other, r.dtype) for other in others):
+        return "a call of the same sizes is right with other numbers"
+    small = _scaled(kernel.op, values, 1 / 8)
+    _, atol = kernel.op.tolerance.of(r.dtype)
+    # an error that shrinks with the numbers must still be seen
+    if small and r.dtype in WIDE and r.error > 4000 * atol and is_right(kernel, small, r.dtype):
+        return "the same call is right with numbers 8 times smaller"
+    return ""
+
+
+def _scaled(op: Op, values: Values, factor: float) -> Values | None:
+    main = values.get(op.main_tensor)
+    if not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1:
+        return None
+    return {**values, op.main_tensor: main * factor}
+
+
+def _by_order(kernel: Kernel, r: CaseResult, values: Values) -> str:
+    """Is it right with the same integers sorted, or the same rows of them in order?"""
+    for name, t in values.items():
+        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64) or t.numel() < 2:
+            continue
+        for ordered in _in_order(t):
+            other = None if torch.equal(ordered, t) else if_allowed(
+                kernel.op, {**values, name: ordered})
+            if other is not None and is_right(kernel, other, r.dtype):
+                return f"the same call is right with {name} in order"
+    return ""
+
+
+def _in_order(t: Tensor) -> Iterator[Tensor]:
+    yield t.sort(-1).values
+    if t.dim() > 1:
+        first = t.reshape(t.shape[0], -1)[:, 0]
+        yield t[first.argsort(stable=True)]
+
+
+def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
+    """Is there one size of which another makes the call right, and is none of another name to be
+    changed the other way?"""
+    kernel = reruns.kernel
+    right: dict[str, dict[int, Sized]] = {}
+    directions: dict[str, set[bool]] = {}
+    for name, n, sized in sizes_of(kernel.op, r.case):
+        mended = [m for m in _near(n)
+                  if reruns.all_are(True, [sized(m)], r.dtype, r.seed, SEEDS[:2])]
+        if mended:
+            right.setdefault(name, {}).update(dict.fromkeys(mended, sized))
+            directions.setdefault(name, set()).update(m > n for m in mended)
+    if not right:
+        return "" if reruns.is_late else "no other size makes it right"
+    ways = set().union(*directions.values())
+    if len(right) > 1 and len(ways) > 1:
+        return f"{' and '.join(list(right)[:2])} each make it right"
+    if r.dtype not in WIDE and len(ways) == 1 and _is_right_when_wide(kernel, r, device):
+        return "it is right in float32"
+    name, (m, sized) = next((n, next(iter(sizes.items()))) for n, sizes in right.items())
+    return _by_loud_numbers(kernel, r, name, m, sized(m), device)
+
+
+def _near(n: int) -> list[int]:
+    sizes = [n + 1, n - 1, n + 2, n + -n % 8, n + -n % 64, n // 2, n // 4, n // 8, n // 32]
+    sizes += [m for m in (8, 16, 33) if m > 2 * n]
+    return [m for m in dict.fromkeys(sizes) if m != n and m >= 2]
+
+
+def _is_right_when_wide(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    return (not case_refusals(kernel, r.case, "float32", device, r.seed) and is_right(
+        kernel, case_values(kernel.op, r.case, "float32", device, r.seed), "float32"))
+
+
+def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Case,
+                     device: str) -> str:
+    """Is the call of another size wrong too with larger numbers? Many only made one likelier."""
+    if r.dtype not in WIDE:
+        return ""
+    values = case_values(kernel.op, case, r.dtype, device, r.seed)
+    for factor in (4.0, 16.0):
+        loud = _scaled(kernel.op, values, factor)
+        if loud and not is_right(kernel, loud, r.dtype):
+            return f"with numbers {factor:g} times larger it is wrong where {name} is {m} too"
+    return ""
+
+
+# Roundings, threads.
+
+def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    # in 16 bits alone a sum that grows too large for its terms errs to one side
+    wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
+    return ("its errors are the same with numbers that differ a little"
+            if wide and errors_come_again(kernel, wide, device) else "")
+
+
+def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    together = [r for r in failed if "set_num_threads" not in r.circumstance]
+    return ("calls of one thread in turn are wrong too"
+            if together and is_wrong_in_turn(kernel, together, device) else "")
+
+
+_DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
+    "sizes": _about_sizes, "precision": _about_precision, "threads": _about_threads}

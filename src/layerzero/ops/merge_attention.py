@@ -91,7 +91,7 @@ OP = Op(
     gradient_cases=({}, {"empty": "some"}, {"empty": "row"}, {"parts": 1}),
     reference_kernel={"workspace": "8 * parts * tokens * heads * head_dim"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
-                         "float64": (1e-10, 1e-10)}),
+                         "float64": (1e-10, 1e-10)}, chained=True),
     shapes={"outs": "parts tokens heads head_dim", "lses": "parts tokens heads"},
     returns=("tokens heads head_dim", "tokens heads"), exact=("parts", "head_dim"),
     requires=(dtypes(*FLOATS), at_least("parts", 1, Code.EMPTY_INPUT),

@@ -60,6 +60,8 @@ class Tolerance(Record):
 
     by_dtype: Mapping[str, tuple[float, float]]
     times_eager: float = 2.0
+    # Kernels go on from what they have, rounded, with each term: roundings add up as the terms do.
+    chained: bool = False
 
     def of(self, dtype: str) -> tuple[float, float]:
         return self.by_dtype.get(dtype, self.by_dtype["float32"])

@@ -11,7 +11,8 @@ element may be off by what one such rounding moves it, however lucky the eager o
 Two things in float32 a rounding of the inputs does not show. Where a formula rounds to codes first,
 nothing moves, though a sum of large products that cancel is only as exact as the products are: the
 same call with other signs tells how large it is where they do not cancel. And a sum of n terms one
-after another is off by the roundings of its n partial sums, sqrt(n) / 2 times those of the terms.
+after another is off by the roundings of its n partial sums, sqrt(n) times those of the terms, and
+the worst of many elements by more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ...spec.op import Op
 
 DRAWS, SIGN_DRAWS = 6, 3                       # of signs
 ROUNDINGS = 4.0                                # how many are allowed: by judging.py
+WORST = 1.5                                    # of many sums, over what is typical of one
 UNITS = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 
@@ -67,9 +69,13 @@ def rounding_budget(compute: Compute, values: Mapping[str, Any], wide: Mapping[s
             main = wide[op.main_tensor]
             gen = torch.Generator().manual_seed(draw)
             add({op.main_tensor: main * _signs(main, gen)}, _uncancelled)
-        moved = [t if t is None else t * max(1.0, math.sqrt(terms) / 2 / ROUNDINGS)
+        moved = [t if t is None else t * max(1.0, _roundings(op, terms) / ROUNDINGS)
                  for t, terms in zip(moved, terms_of(op, values, len(moved)))]
     return moved
+
+
+def _roundings(op: Op, terms: int) -> float:
+    return float(terms) if op.tolerance.chained else WORST * math.sqrt(terms)
 
 
 def _signs(t: Tensor, gen: torch.Generator) -> Tensor:

@@ -193,6 +193,6 @@ OP = Op(
     derived={"pairs": "rows * max(top_k, 1)"},
     flops="6 * pairs * hidden * inner",
     bytes="itemsize * (3 * experts * hidden * inner + 2 * rows * hidden)",
-    differentiable=("x", "w_gate_up", "w_down", "topk_weights"), extra_check=extra_check,
+    differentiable=("x", "w_gate_up", "w_down", "topk_weights", "logits"), extra_check=extra_check,
     autocast="lower",
 )

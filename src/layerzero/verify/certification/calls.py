@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
@@ -40,6 +44,7 @@ ROUNDS = 3                                     # of calls, after which memory is
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
+FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 LONG_S = 0.05                                  # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
@@ -91,6 +96,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
             leak = _count_memory(run, device, calls // (ROUNDS + 1), inputs)
             if leak:                           # garbage that is due may look like one
                 leak = _count_memory(run, device, 64, inputs, collect=True)
+            leak = leak or _find_kept_inputs(function, arguments)
             for _ in range(8):
                 last = results_of(run())
                 different += any(not _equal(a, b) for a, b in zip(first, last))
@@ -109,6 +115,47 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
     if different and kernel.deterministic:
         return result("failed", "state", f"the answer is another one after {calls} calls")
     return result("passed")
+
+
+def _find_kept_inputs(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
+    """Returns that the kernel keeps what it is given, if every one of many calls with inputs of
+    its own leaves them behind; a cache of bounded size is no leak."""
+    owned: list[Callable[[], bool]] = []       # is this one gone?
+    began = time.thread_time()
+    for done in range(FRESH_INPUTS):
+        if time.thread_time() - began > FRESH_INPUTS_S:
+            return ""
+        fresh = [_copied(v) for v in arguments]
+        function(*fresh)
+        kept = [t for t, v in zip(fresh, arguments) if t is not v]
+        owned += [StorageWeakRef(t.untyped_storage()).expired if isinstance(t, Tensor)
+                  else partial(_is_dead, weakref.ref(t)) for t in kept]
+        del fresh, kept
+        if done + 1 == FRESH_INPUTS // 4 and all(gone() for gone in owned):
+            return ""
+    each = len(owned) // FRESH_INPUTS
+    gc.collect()
+    for which in range(each):
+        if not any(gone() for gone in owned[which::each]):
+            return f"the inputs of {FRESH_INPUTS} calls are all kept"
+    return ""
+
+
+def _is_dead(reference: weakref.ref[Any]) -> bool:
+    return reference() is None
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of a tensor, or of an object that has tensors; what else there is, itself."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.numel() else value
+    if hasattr(value, "__dict__") and any(isinstance(t, Tensor) for t in vars(value).values()):
+        twin = copy.copy(value)
+        for name, t in vars(value).items():
+            if isinstance(t, Tensor):
+                object.__setattr__(twin, name, t.clone())
+        return twin
+    return value
 
 
 def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",

@@ -34,7 +34,7 @@ def doubt_about(kind: str, kernel: Kernel, failed: Sequence[CaseResult], device:
 
 def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     """At the same sizes it must be wrong whatever the numbers, and at another of one size right."""
-    reruns = Reruns(kernel, device, limit_s=8.0)
+    reruns = Reruns(kernel, device, limit_s=5.0)
     for r in sample_failures([r for r in failed if not r.circumstance], 2):
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
         if is_right(kernel, values, r.dtype):

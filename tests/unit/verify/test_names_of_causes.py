@@ -265,7 +265,7 @@ CAUSES = (
     Cause("ids that are not sorted", EMBEDDING, always(ids_taken_for_sorted), "convention",
           ({"shape": (1,)}, {"shape": (2, 9)}, {"shape": (3, 40)})),
     Cause("a weight of an earlier call, of wide rows", RMS_NORM, first_wide_weight_kept,
-          "state, stale cache", widths(64, 100, 1024, 1024) + ({"rows": (5,), "hidden": 1024},),
+          "state, stale cache", (*widths(64, 100, 1024, 1024), {"rows": (5,), "hidden": 1024}),
           (ChangedInPlace(),), sure=True),
     Cause("a weight kept by its address", RMS_NORM, weight_kept_by_address, "state, stale cache",
           circumstances=(ChangedInPlace(), ReusedMemory(), InferenceMode()), sure=True),

@@ -22,6 +22,7 @@ from layerzero.ops.embedding import OP as EMBEDDING
 from layerzero.ops.layer_norm import OP as LAYER_NORM
 from layerzero.ops.linear import OP as LINEAR
 from layerzero.ops.moe_gate import OP as MOE_GATE
+from layerzero.ops.paged_attention import OP as PAGED_ATTENTION
 from layerzero.ops.quantize import OP as QUANTIZE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.op import Op
@@ -36,6 +37,7 @@ from layerzero.verify.certification.circumstances import (
 from layerzero.verify.certification.grad_circumstances import GivenParameters, GradMode
 from layerzero.verify.certification.row_circumstances import OtherLayout
 from layerzero.verify.diagnosis.diagnose import diagnose
+from layerzero.verify.diagnosis.value_reruns import explain_by_pages
 from layerzero.verify.kernel.contract import Circumstance, check_case
 
 Values = dict[str, Any]
@@ -243,6 +245,33 @@ def by_reciprocal(v: Values) -> Any:
             scales, *others)
 
 
+# Other rows, other pages.
+
+def one_scale_for_all_rows(v: Values) -> Any:
+    codes, scales, *others = QUANTIZE.reference(**v)
+    scales = scales.amax().expand_as(scales).contiguous()
+    return ((v["x"].float() / scales.float()).round().clamp(-127, 127).to(codes.dtype), scales,
+            *others)
+
+
+def norm_of_the_next_row(v: Values) -> Any:
+    x = v["x"].reshape(-1, v["x"].shape[-1])
+    norm = (x.square().mean(-1, keepdim=True) + v["eps"]).sqrt()
+    return (RMS_NORM.reference(**v).reshape(x.shape) * norm / norm.roll(1, 0)).reshape(v["x"].shape)
+
+
+def last_page_never_read(v: Values) -> Any:
+    lens, page = v["context_lens"], v["key_cache"].shape[1]
+    fewer = torch.where(lens > 2 * page, (lens - 1) // page * page, lens).to(lens.dtype)
+    return PAGED_ATTENTION.reference(**{**v, "context_lens": fewer})
+
+
+def pages_in_order(v: Values) -> Any:
+    table = v["block_table"]
+    return PAGED_ATTENTION.reference(**{**v, "block_table": torch.where(
+        table < 0, table, table.flip(0).clamp(min=0))})
+
+
 def raises_where_not_contiguous(v: Values) -> Any:
     return RMS_NORM.reference(**{**v, "x": v["x"].view(-1, v["x"].shape[-1])}).view(v["x"].shape)
 
@@ -312,6 +341,10 @@ CAUSES = (
           ({"format": "int8"}, {"format": "int8", "special": "halves"}), sure=True),
     Cause("quotients by a rounded reciprocal", QUANTIZE, always(by_reciprocal), "precision",
           ({"rows": (2,)}, {"rows": (512,)}), dtypes=("bfloat16",)),
+    Cause("the scale of all rows", QUANTIZE, always(one_scale_for_all_rows),
+          "invariance, scale, convention", ({"rows": (5,)}, {"rows": (9,)})),
+    Cause("the norm of the next row", RMS_NORM, always(norm_of_the_next_row),
+          "convention, layout, scale", ({"rows": (5,)}, {"rows": (9,)})),
     Cause("views of what is not contiguous", RMS_NORM, always(raises_where_not_contiguous),
           "layout, fault", ({"rows": (4, 3)},),
           circumstances=(OtherLayout("x", "transposed"),), sure=True),
@@ -330,3 +363,14 @@ def test_a_name_is_right_or_there_is_none(cause: Cause) -> None:
     found = diagnose(kernel, results)
     accepted = cause.accepts.split(", ") + ([] if cause.sure else ["unknown"])
     assert found is not None and found.kind in accepted, f"{found}"
+
+
+@pytest.mark.parametrize(("body", "kind"), [(last_page_never_read, None),
+                                            (pages_in_order, "stale page")])
+def test_one_who_follows_the_table_reads_no_other_pages(body: Body, kind: str | None) -> None:
+    kernel = broken(PAGED_ATTENTION, body)
+    # all pages of a sequence are full: where they are alike, one more or less is no matter
+    results = [check_case(kernel, {"context": (64, 48), "lengths_q": (1, 1), "d": 8}, "float32")]
+    assert results[0].status == "failed"
+    found = explain_by_pages(kernel, results, "cpu")
+    assert (found and found[0]) == kind

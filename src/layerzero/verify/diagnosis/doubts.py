@@ -89,8 +89,8 @@ def _in_order(t: Tensor) -> Iterator[Tensor]:
 
 
 def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
-    """Is there one size of which another makes the call right, and is none of another name to be
-    changed the other way?"""
+    """Is there one size of which both larger and smaller ones make the call right, or are all that
+    do larger, or all smaller? Else it is what sizes have to do with each other."""
     kernel = reruns.kernel
     right: dict[str, dict[int, Sized]] = {}
     directions: dict[str, set[bool]] = {}
@@ -103,11 +103,13 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
     if not right:
         return "" if reruns.is_late else "no other size makes it right"
     ways = set().union(*directions.values())
-    if len(right) > 1 and len(ways) > 1:
+    both = [name for name, found in directions.items() if len(found) > 1]
+    if len(right) > 1 and len(ways) > 1 and len(both) != 1:
         return f"{' and '.join(list(right)[:2])} each make it right"
     if r.dtype not in WIDE and len(ways) == 1 and _is_right_when_wide(kernel, r, device):
         return "it is right in float32"
-    name, (m, sized) = next((n, next(iter(sizes.items()))) for n, sizes in right.items())
+    name = (both or list(right))[0]
+    m, sized = next(iter(right[name].items()))
     return _by_loud_numbers(kernel, r, name, m, sized(m), device)
 
 
@@ -135,13 +137,23 @@ def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Cas
     return ""
 
 
-# Roundings, threads.
+# Roundings, range, threads.
 
 def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     # in 16 bits alone a sum that grows too large for its terms errs to one side
     wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
     return ("its errors are the same with numbers that differ a little"
             if wide and errors_come_again(kernel, wide, device) else "")
+
+
+def _about_overflow(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Numbers that are too large stay so when they grow."""
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        larger = _scaled(kernel.op, values, 2.0)
+        if larger and not is_right(kernel, values, r.dtype) and is_right(kernel, larger, r.dtype):
+            return "it is right with numbers twice as large"
+    return ""
 
 
 def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -151,4 +163,5 @@ def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) ->
 
 
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
-    "sizes": _about_sizes, "precision": _about_precision, "threads": _about_threads}
+    "sizes": _about_sizes, "precision": _about_precision,
+    "overflow": _about_overflow, "threads": _about_threads}

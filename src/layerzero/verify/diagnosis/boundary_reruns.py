@@ -25,8 +25,6 @@ def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
     sample = sample_failures([r for r in failed if not r.circumstance], 3)
     kinds = [_kind(kernel, r, device) for r in sample]
     for kind, text in (("ties", "wrong where two numbers are equal, and nowhere else"),
-                       ("convention", "wrong where a number lies halfway between two codes, and "
-                                      "nowhere else"),
                        ("precision", "its codes are those of numbers a rounding away")):
         # the rest may be equal only after a rounding
         if kinds and kinds.count(kind) * 3 >= len(kinds) * 2 \
@@ -50,9 +48,10 @@ def _kind(kernel: Kernel, r: CaseResult, device: str) -> str:
                     or not are_close(op, r.dtype, [got[i] for i in others],
                                      [want[i] for i in others])):
                 return ""
-            if _is_by_ties(kernel, values, codes):
-                # an index of one of them, or a code that is rounded to
-                return "ties" if all(want[i].dtype.itemsize > 1 for i in codes) else "convention"
+            # of equal numbers one has an index; what lies between two codes is rounded to one
+            if (all(want[i].dtype.itemsize > 1 for i in codes)
+                    and _is_by_ties(kernel, values, codes)):
+                return "ties"
             near = [formula(op, {**upcast(values), op.main_tensor: x})
                     for x in _moved(main.double(), A_ROUNDING)]
             if all(_is_one_of(got[i], [want[i], *(n[i] for n in near)]) for i in codes):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.generated import Case, if_allowed
-from ..kernel.contract import CaseResult, case_refusals, case_values
+from ..kernel.contract import CaseResult, case_facts, case_refusals, case_values
 from .kept_reruns import is_wrong_in_turn
 from .reruns import is_right, sample_failures
 from .rounding_reruns import errors_come_again
@@ -101,7 +101,8 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
             right.setdefault(name, {}).update(dict.fromkeys(mended, sized))
             directions.setdefault(name, set()).update(m > n for m in mended)
     if not right:
-        return "" if reruns.is_late else "no other size makes it right"
+        return ("" if reruns.is_late or _is_right_when_smaller(reruns, r, device)
+                else "no other size makes it right")
     ways = set().union(*directions.values())
     both = [name for name, found in directions.items() if len(found) > 1]
     if len(right) > 1 and len(ways) > 1 and len(both) != 1:
@@ -111,6 +112,20 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
     name = (both or list(right))[0]
     m, sized = next(iter(right[name].items()))
     return _by_loud_numbers(kernel, r, name, m, sized(m), device)
+
+
+def _is_right_when_smaller(reruns: Reruns, r: CaseResult, device: str) -> bool:
+    """Is it right without an option of the case that changes nothing but sizes, as a large pool?"""
+    op = reruns.kernel.op
+    facts = case_facts(op, r.case, r.dtype, device, r.seed)
+    for option in r.case.keys() - op.by_name.keys():
+        other = {n: v for n, v in r.case.items() if n != option}
+        if reruns.all_are(True, [other], r.dtype, r.seed, SEEDS[:2]):
+            others = case_facts(op, other, r.dtype, device, r.seed)
+            changed = {n for n in facts if facts[n] != others.get(n)}
+            if all(n in op.dims or n in op.derived or "stride" in n for n in changed):
+                return True
+    return False
 
 
 def _near(n: int) -> list[int]:

@@ -92,6 +92,8 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
     """Is there one size of which both larger and smaller ones make the call right, or are all that
     do larger, or all smaller? Else it is what sizes have to do with each other."""
     kernel = reruns.kernel
+    if _is_right_when_smaller(reruns, r, device):
+        return ""
     right: dict[str, dict[int, Sized]] = {}
     directions: dict[str, set[bool]] = {}
     for name, n, sized in sizes_of(kernel.op, r.case):
@@ -101,8 +103,7 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
             right.setdefault(name, {}).update(dict.fromkeys(mended, sized))
             directions.setdefault(name, set()).update(m > n for m in mended)
     if not right:
-        return ("" if reruns.is_late or _is_right_when_smaller(reruns, r, device)
-                else "no other size makes it right")
+        return "" if reruns.is_late else "no other size makes it right"
     ways = set().union(*directions.values())
     both = [name for name, found in directions.items() if len(found) > 1]
     if len(right) > 1 and len(ways) > 1 and len(both) != 1:
@@ -118,12 +119,13 @@ def _is_right_when_smaller(reruns: Reruns, r: CaseResult, device: str) -> bool:
     """Is it right without an option of the case that changes nothing but sizes, as a large pool?"""
     op = reruns.kernel.op
     facts = case_facts(op, r.case, r.dtype, device, r.seed)
-    for option in r.case.keys() - op.by_name.keys():
+    for option in [n for n in r.case if r.case[n] is True and n not in op.by_name]:
         other = {n: v for n, v in r.case.items() if n != option}
         if reruns.all_are(True, [other], r.dtype, r.seed, SEEDS[:2]):
             others = case_facts(op, other, r.dtype, device, r.seed)
             changed = {n for n in facts if facts[n] != others.get(n)}
-            if all(n in op.dims or n in op.derived or "stride" in n for n in changed):
+            if all(n in op.dims or n in op.derived or n.endswith(("alignment", "stride_last"))
+                   for n in changed):
                 return True
     return False
 

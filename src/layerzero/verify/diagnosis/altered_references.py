@@ -43,6 +43,7 @@ def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
     to."""
     votes: Counter[tuple[str, str]] = Counter()
     applied: Counter[tuple[str, str]] = Counter()
+    shown: dict[tuple[str, str], tuple[Mistake, CaseResult]] = {}
     sample = sample_failures(failed, MAX_RERUNS)
     for r in sample:
         values = values_of(kernel, r, device)
@@ -60,12 +61,33 @@ def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
                     or _is_constant(kernel.op, mistake.apply, altered, other, r)):
                 continue
             applied[mistake.kind, mistake.words] += 1
-            votes[mistake.kind, mistake.words] += are_close(kernel.op, r.dtype, out, altered)
+            if are_close(kernel.op, r.dtype, out, altered):
+                votes[mistake.kind, mistake.words] += 1
+                shown.setdefault((mistake.kind, mistake.words), (mistake, r))
     best = max(votes, key=lambda k: (votes[k], -applied[k]), default=None)
-    if best is None or not votes[best] or votes[best] * 3 < applied[best] * 2:
+    if (best is None or votes[best] * 3 < applied[best] * 2
+            or not _is_confirmed(kernel, *shown[best], device)):
         return None
     return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
                      f"{applied[best]} failing cases where that makes a difference")
+
+
+def _is_confirmed(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) -> bool:
+    """Does the kernel give what the altered reference gives with other numbers too, wherever these
+    make a difference? A few numbers may be the same by chance."""
+    op = kernel.op
+    for by in () if r.circumstance else (1001, 1002):
+        values = case_values(op, r.case, r.dtype, device, r.seed + by)
+        altered = _altered_results(op, mistake.apply, values)
+        try:
+            with torch.no_grad():
+                if (altered is not None
+                        and not are_close(op, r.dtype, altered, formula(op, upcast(values)))
+                        and not are_close(op, r.dtype, results_of(call(kernel, values)), altered)):
+                    return False
+        except FAULTS:
+            continue
+    return True
 
 
 def _is_constant(op: Op, alter: Any, altered: tuple[Any, ...], other: dict[str, Any],

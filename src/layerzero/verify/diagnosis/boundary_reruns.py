@@ -14,17 +14,17 @@ from ...spec.kernel import Kernel
 from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
 from .reruns import are_close, sample_failures
 
-ON_THE_BOUNDARY, A_ROUNDING = 2.0 ** -40, 2.0 ** -21   # how far numbers are moved, of their size
+A_ROUNDING, A_LITTLE = 2.0 ** -21, 2.0 ** -10  # how far numbers are moved, of their size
 
 
 def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
                           device: str) -> tuple[str, str] | None:
-    """Explains calls whose wrong codes are those of numbers next to the given ones in float64, or
-    within a rounding of float32, though all other results are right."""
+    """Explains calls of which nothing but codes is wrong: right with all numbers moved a little and
+    wrong in the same places with multiples of them, or with the codes of numbers within a rounding.
+    """
     sample = sample_failures([r for r in failed if not r.circumstance], 3)
     kinds = [_kind(kernel, r, device) for r in sample]
-    for kind, text in (("ties", "wrong where a number lies on the boundary between two codes or "
-                                "two numbers are equal, and nowhere else"),
+    for kind, text in (("ties", "wrong where two numbers are equal, and nowhere else"),
                        ("precision", "its codes are those of numbers a rounding away")):
         # the rest may be equal only after a rounding
         if kinds and kinds.count(kind) * 3 >= len(kinds) * 2 \
@@ -48,28 +48,56 @@ def _kind(kernel: Kernel, r: CaseResult, device: str) -> str:
                     or not are_close(op, r.dtype, [got[i] for i in others],
                                      [want[i] for i in others])):
                 return ""
-            for size, kind in ((ON_THE_BOUNDARY, "ties"), (A_ROUNDING, "precision")):
-                near = [formula(op, {**upcast(values), op.main_tensor: x})
-                        for x in _moved(main.double(), size)]
-                if all(_is_one_of(got[i], [want[i], *(n[i] for n in near)]) for i in codes):
-                    return kind
+            # of equal numbers one has an index; what lies between two codes is rounded to one
+            if (all(want[i].dtype.itemsize > 1 for i in codes)
+                    and _is_by_ties(kernel, values, codes)):
+                return "ties"
+            near = [formula(op, {**upcast(values), op.main_tensor: x})
+                    for x in _moved(main.double(), A_ROUNDING)]
+            if all(_is_one_of(got[i], [want[i], *(n[i] for n in near)]) for i in codes):
+                return "precision"
     except FAULTS:
         return ""
     return "codes alone"
+
+
+def _is_by_ties(kernel: Kernel, values: dict[str, Any], codes: Sequence[int]) -> bool:
+    """Is it right with every number moved a little, and wrong in the same places with multiples of
+    all, which are as equal? A rounding goes another way there."""
+    name, main = kernel.op.main_tensor, values[kernel.op.main_tensor]
+    little = max(A_LITTLE, 4 * torch.finfo(main.dtype).eps)
+
+    def wrong(x: Tensor) -> list[Tensor]:
+        call_values = {**values, name: x.to(main.dtype)}
+        got, want = results_of(call(kernel, call_values)), formula(kernel.op, upcast(call_values))
+        return [got[i].double() != want[i].double() for i in codes]
+
+    here = wrong(main)
+    return (any(bool(t.any()) for t in here)
+            and not any(bool(t.any()) for x in _apart(main.double(), little) for t in wrong(x))
+            and all(map(torch.equal, here * 3, [t for factor in (2.0, 3.0, 0.75)
+                                                for t in wrong(main.double() * factor)])))
 
 
 def _is_code(t: Any) -> bool:
     return isinstance(t, Tensor) and (not t.is_floating_point() or t.dtype.itemsize == 1)
 
 
+def _apart(x: Tensor, size: float) -> Iterator[Tensor]:
+    """Yields the numbers moved by a little, so that none are equal."""
+    draw = torch.Generator().manual_seed(0)
+    place = torch.linspace(1, 4, x.shape[-1], device=x.device, dtype=x.dtype)
+    noise = torch.rand((4, *x.shape), generator=draw, dtype=x.dtype).to(x.device)
+    largest = x.abs().nan_to_num(posinf=0.0).amax(-1, keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)
+    yield from (x + size * unit * by for by in (place, -place, *noise, *-noise))
+
+
 def _moved(x: Tensor, size: float) -> Iterator[Tensor]:
-    """Yields the numbers moved by so little: away from zero, towards it, up and down with the place
-    in the row, and at random."""
-    place = torch.linspace(0.5, 1, x.shape[-1], device=x.device, dtype=x.dtype)
+    """Yields the numbers moved by so little: away from zero, towards it, and at random."""
     unit = x.abs().clamp(min=1e-3)
     draw = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, (6, *x.shape), generator=draw) * 2 - 1).to(x)
-    yield from (x + sign * size * unit * place for sign in (1.0, -1.0))
     yield from (x + sign * size * x for sign in (1.0, -1.0))
     yield from (x + sign * size * unit for sign in signs)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.generated import Case, if_allowed
-from ..kernel.contract import CaseResult, case_refusals, case_values
+from ..kernel.contract import CaseResult, case_facts, case_refusals, case_values
 from .kept_reruns import is_wrong_in_turn
 from .reruns import is_right, sample_failures
 from .rounding_reruns import errors_come_again
@@ -34,7 +34,7 @@ def doubt_about(kind: str, kernel: Kernel, failed: Sequence[CaseResult], device:
 
 def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     """At the same sizes it must be wrong whatever the numbers, and at another of one size right."""
-    reruns = Reruns(kernel, device, limit_s=8.0)
+    reruns = Reruns(kernel, device, limit_s=5.0)
     for r in sample_failures([r for r in failed if not r.circumstance], 2):
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
         if is_right(kernel, values, r.dtype):
@@ -89,9 +89,11 @@ def _in_order(t: Tensor) -> Iterator[Tensor]:
 
 
 def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
-    """Is there one size of which another makes the call right, and is none of another name to be
-    changed the other way?"""
+    """Is there one size of which both larger and smaller ones make the call right, or are all that
+    do larger, or all smaller? Else it is what sizes have to do with each other."""
     kernel = reruns.kernel
+    if _is_right_when_smaller(reruns, r, device):
+        return ""
     right: dict[str, dict[int, Sized]] = {}
     directions: dict[str, set[bool]] = {}
     for name, n, sized in sizes_of(kernel.op, r.case):
@@ -103,12 +105,29 @@ def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:
     if not right:
         return "" if reruns.is_late else "no other size makes it right"
     ways = set().union(*directions.values())
-    if len(right) > 1 and len(ways) > 1:
+    both = [name for name, found in directions.items() if len(found) > 1]
+    if len(right) > 1 and len(ways) > 1 and len(both) != 1:
         return f"{' and '.join(list(right)[:2])} each make it right"
     if r.dtype not in WIDE and len(ways) == 1 and _is_right_when_wide(kernel, r, device):
         return "it is right in float32"
-    name, (m, sized) = next((n, next(iter(sizes.items()))) for n, sizes in right.items())
+    name = (both or list(right))[0]
+    m, sized = next(iter(right[name].items()))
     return _by_loud_numbers(kernel, r, name, m, sized(m), device)
+
+
+def _is_right_when_smaller(reruns: Reruns, r: CaseResult, device: str) -> bool:
+    """Is it right without an option of the case that changes nothing but sizes, as a large pool?"""
+    op = reruns.kernel.op
+    facts = case_facts(op, r.case, r.dtype, device, r.seed)
+    for option in [n for n in r.case if r.case[n] is True and n not in op.by_name]:
+        other = {n: v for n, v in r.case.items() if n != option}
+        if reruns.all_are(True, [other], r.dtype, r.seed, SEEDS[:2]):
+            others = case_facts(op, other, r.dtype, device, r.seed)
+            changed = {n for n in facts if facts[n] != others.get(n)}
+            if all(n in op.dims or n in op.derived or n.endswith(("alignment", "stride_last"))
+                   for n in changed):
+                return True
+    return False
 
 
 def _near(n: int) -> list[int]:
@@ -135,13 +154,23 @@ def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Cas
     return ""
 
 
-# Roundings, threads.
+# Roundings, range, threads.
 
 def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     # in 16 bits alone a sum that grows too large for its terms errs to one side
     wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
     return ("its errors are the same with numbers that differ a little"
             if wide and errors_come_again(kernel, wide, device) else "")
+
+
+def _about_overflow(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Numbers that are too large stay so when they grow."""
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        larger = _scaled(kernel.op, values, 2.0)
+        if larger and not is_right(kernel, values, r.dtype) and is_right(kernel, larger, r.dtype):
+            return "it is right with numbers twice as large"
+    return ""
 
 
 def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -151,4 +180,5 @@ def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) ->
 
 
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
-    "sizes": _about_sizes, "precision": _about_precision, "threads": _about_threads}
+    "sizes": _about_sizes, "precision": _about_precision,
+    "overflow": _about_overflow, "threads": _about_threads}

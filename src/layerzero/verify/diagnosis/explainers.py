@@ -58,6 +58,7 @@ from .value_reruns import (
     is_right_when_finite,
     is_right_with_other_numbers,
     is_right_with_smaller_numbers,
+    is_wrong_beside_zeros,
 )
 
 # Kinds of complaint that are the diagnosis if every failing case has them.
@@ -195,6 +196,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
             and not any(word in name for name in names for word in OTHER_CONTENTS)):
         return "state", f"two runs with the same contents differ: {e.detail}"
     says = f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
+    if all("given a larger " in name for name in names):       # a bound is no length
+        return "convention" if e.ask(recur) else "unknown", says
     if all("given " in name for name in names) and not are_of_torch(names):
         return _kind_of_given(e.op, names), says
     kind = kind_of(names)
@@ -307,7 +310,8 @@ def _by_arguments(e: Evidence) -> Explanation | None:
                                          or any(r.error >= 0.05 for r in e.forward)):
         return None
     kinds = {class_of(name, "") or _meaning(e, name) for name in e.arguments}
-    if kinds == {"mask", "alignment"}:         # causality is right with the other diagonal
+    # causality is right with the other diagonal, which leaves other rows without a key
+    if kinds == {"mask", "alignment"} and e.ask(is_wrong_beside_zeros):
         kinds = {"alignment"}
     # of arguments that go together each one mends it, whichever is wrong
     kind = kinds.pop() if len(kinds) == 1 else "unknown"

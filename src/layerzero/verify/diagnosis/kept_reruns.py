@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
+from ..certification.circumstances import ChangedInPlace, ReusedMemory
 from ..kernel.contract import (
     CaseResult,
     bind_once,
@@ -24,6 +25,7 @@ from .memory_reruns import explain_by_memory
 from .reruns import is_right, sample_failures
 
 Call = dict[str, Any]
+APART = 1 << 17                                # elements before and behind a copy
 THREADS = 4                                    # whose calls are made in turn
 
 
@@ -48,50 +50,59 @@ def explain_by_earlier_contents(kernel: Kernel, failed: Sequence[CaseResult],
 
 def _kept(kernel: Kernel, r: CaseResult, device: str) -> str:
     """Returns what a call shows of what is kept: the class, or nothing."""
-    alive: list[Call] = []                     # else the next call has their addresses
-
-    def fresh(by: int) -> Call:
-        values = case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
-        alive.append({n: v.clone() if isinstance(v, Tensor) and 0 not in v.stride() else v
-                      for n, v in values.items()})
-        return alive[-1]
-
-    kinds = {_kind_of_kept(kernel, [fresh(by) for _ in range(4)], [fresh(by + 1) for _ in range(4)],
-                           r.dtype) for by in (0, 1)}
+    copies = Copies(kernel, r, device)
+    kinds = {_kind_of_kept(copies, first) for first in (3001, 3002)}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _kind_of_kept(kernel: Kernel, earlier: list[Call], later: list[Call], dtype: str) -> str:
-    if refusals(kernel, earlier[0]) or refusals(kernel, later[0]):
-        return ""
+class Copies:
+    """Calls of one case with tensors where hardly any were before: inside large buffers, which
+    are kept, else the next one has its address."""
 
-    def is_first_right(values: Call) -> bool:
+    def __init__(self, kernel: Kernel, r: CaseResult, device: str) -> None:
+        self.kernel, self.r, self.device, self.alive = kernel, r, device, list[Call]()
+
+    def drawn(self, by: int) -> Call:
+        return self.copied(case_values(self.kernel.op, self.r.case, self.r.dtype, self.device,
+                                       self.r.seed + by))
+
+    def copied(self, values: Call) -> Call:
+        start = APART + 64 * (2 * len(self.alive) + 1)
+
+        def copy(t: Tensor) -> Tensor:
+            buffer = t.new_empty(APART + start + t.numel())
+            return buffer[start:start + t.numel()].view(t.shape).copy_(t)
+
+        self.alive.append({n: copy(v) if isinstance(v, Tensor) and v.is_contiguous() else v
+                           for n, v in values.items()})
+        return self.alive[-1]
+
+    def is_right(self, values: Call) -> bool:
+        return is_right(self.kernel, values, self.r.dtype)
+
+    def is_first_right(self, values: Call) -> bool:
         bind_once.cache_clear()
         load_once.cache_clear()
-        return is_right(kernel, values, dtype)
+        return self.is_right(values)
 
-    if not (is_first_right(earlier[0]) and is_first_right(later[0])):
+
+def _kind_of_kept(copies: Copies, first: int) -> str:
+    kernel, other = copies.kernel, first + 1
+    if (any(refusals(kernel, copies.drawn(by)) for by in (first, other))
+            or not all(copies.is_first_right(copies.drawn(by)) for by in (first, other))):
         return ""
-    is_first_right(earlier[1])
-    if not is_right(kernel, later[1], dtype):
+    copies.is_first_right(copies.drawn(first))
+    if not copies.is_right(copies.drawn(other)):
         return "state"
-    if not all(_same_kind(earlier[2][n], later[2][n]) for n in later[2]):
-        return ""
-    is_first_right(earlier[2])
-    is_right(kernel, earlier[2], dtype)        # some keep what comes twice
-    for name, t in earlier[2].items():
-        if isinstance(t, Tensor):
-            t.copy_(later[2][name])
-    now = {**later[2], **{n: t for n, t in earlier[2].items() if isinstance(t, Tensor)}}
-    return ("stale cache" if not is_right(kernel, now, dtype)
-            and is_right(kernel, later[3], dtype) else "")
-
-
-def _same_kind(a: Any, b: Any) -> bool:
-    """May one be written over the other?"""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return not isinstance(a, Tensor) and not isinstance(b, Tensor)
-    return a.shape == b.shape and a.dtype == b.dtype and not (0 in a.stride() and a.numel() > 1)
+    for circumstance in (ChangedInPlace(), ReusedMemory()):
+        try:
+            with torch.no_grad():
+                now = circumstance.before(kernel, copies.drawn(first), lambda: copies.drawn(other))
+        except FAULTS:
+            continue
+        if now is not None and not copies.is_right(now) and copies.is_right(copies.copied(now)):
+            return "stale cache"
+    return ""
 
 
 def is_wrong_in_turn(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

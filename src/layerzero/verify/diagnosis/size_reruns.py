@@ -20,12 +20,13 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.drawn_sizes import allowed_facts, lists_of_lengths, shares
 from ..cases.generated import Case, affects_result, given_arguments
-from ..kernel.case_sizes import numbers_of
+from ..kernel.case_sizes import numbers_of, relative_size
 from ..kernel.contract import CaseResult, case_refusals, case_values, formula
 from .reruns import is_right, is_wrong_in_few_rows, sample_failures
 
 PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns
+MAX_SIZE = 4096.0                              # of a call, in those of the default one
 SEEDS = (0, 1001, 1002)                        # added to that of the case
 
 
@@ -49,7 +50,8 @@ class Reruns:
 
     def _ask(self, case: Case, dtype: str, seed: int) -> bool | None:
         try:
-            if (allowed_facts(self.kernel.op, case, dtype, seed) is None
+            if (relative_size(self.kernel.op, case) > MAX_SIZE
+                    or allowed_facts(self.kernel.op, case, dtype, seed) is None
                     or case_refusals(self.kernel, case, dtype, self.device, seed)):
                 return None
             return is_right(self.kernel, case_values(self.kernel.op, case, dtype, self.device,

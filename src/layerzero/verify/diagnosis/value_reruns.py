@@ -102,6 +102,15 @@ def _divides_by_nothing(kernel: Kernel, values: Values, dtype: str) -> bool:
     return all(bool((rows.abs() <= tiny).all()) for rows in wrong_rows)
 
 
+def is_wrong_beside_zeros(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is a number of every sampled failing call wrong that is finite in the formula, and not zero?
+    """
+    calls = [(v, r.dtype) for r in sample_failures(failed, 3)
+             if (v := values_of(kernel, r, device)) is not None]
+    return bool(calls) and all(any(bool((wrong & want.isfinite() & (want != 0)).any())
+                                   for _, want, wrong in _wrong(kernel, *c)) for c in calls)
+
+
 def is_right_when_finite(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Have sampled failing calls infinities or NaN, and are right in the same sizes with numbers in
     their place?"""
@@ -210,13 +219,24 @@ def _vote_of_pages(kernel: Kernel, values: Values, caches: Sequence[str], dtype:
     try:
         if is_right(kernel, plain, dtype):     # infinities times zero
             return ""
-        if is_right(kernel, {**plain, **alike}, dtype):
-            return "stale page"
         with torch.no_grad():
+            if is_right(kernel, {**plain, **alike}, dtype):
+                moved = (results_of(call(kernel, v)) for v in (plain, _relabelled(plain, caches)))
+                return "" if are_equal(*moved) else "stale page"
             runs = [results_of(call(kernel, v)) for v in (plain, filled(2.0))]
         return "" if are_equal(*runs) else "out of bounds"
     except FAULTS:
         return ""
+
+
+def _relabelled(values: Values, caches: Sequence[str]) -> Values:
+    """Returns the call with its pages elsewhere, and a table that says so: for one who follows the
+    table nothing changes."""
+    table, count = values["block_table"], values[caches[0]].shape[0]
+    order = torch.arange(count, device=table.device).flip(0)
+    inside = (table >= 0) & (table < count)
+    return {**values, **{n: values[n][order] for n in caches}, "block_table": torch.where(
+        inside, order[table.clamp(0, count - 1).long()].to(table.dtype), table)}
 
 
 # Equal numbers, and the last rows.

@@ -35,6 +35,7 @@ from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.shared import fingerprint
 from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
+from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
 FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
@@ -355,6 +356,7 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
         return (partial(check_case, kernel, *cell, device, seed, circumstance)
                 for cell, circumstance in chosen)
 
+    yield from long_table_checks(kernel, own, device, seed)
     yield from checks(_numbers_beside_tensors(op, device, seed))
     yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells

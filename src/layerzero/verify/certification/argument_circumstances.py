@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ from ..kernel.contract import (
 from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.shared import fingerprint
+from .grad_circumstances import long_sum_checks
 from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
 from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
-FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
+FLOATS, INTEGERS = (-0.7, 0.013, 6.0, TINY := 1e-38), (0, 1, 7, 1500)
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
@@ -58,8 +59,9 @@ class OtherNumber(Circumstance):
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         main = values.get(op.main_tensor)
         on_gpu = isinstance(main, Tensor) and main.device.type != "cpu"
-        # FlashAttention takes the largest score before it multiplies by the scale
-        if values[self.argument] == self.number or (on_gpu and self.number < 0):
+        # FlashAttention takes the largest score before it multiplies by the scale, and what is
+        # tiny is zero to many a GPU
+        if values[self.argument] == self.number or (on_gpu and self.number in (-0.7, TINY)):
             return None
         return if_finite(op, {**values, self.argument: self.number})
 
@@ -357,6 +359,7 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                 for cell, circumstance in chosen)
 
     yield from long_table_checks(kernel, own, device, seed)
+    yield from long_sum_checks(kernel, device, "quick", seed)
     yield from checks(_numbers_beside_tensors(op, device, seed))
     yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells
@@ -414,7 +417,19 @@ def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
                     chosen.append((cells[i], shown))
                     seen |= tensors[i]
                     break
+        chosen += _numbers_alone(op, others, [c for c, t in zip(cells, tensors) if not t], device,
+                                 seed)
     return tuple(chosen)
+
+
+def _numbers_alone(op: Op, others: Iterable[OtherNumber], cells: Sequence[Cell], device: str,
+                   seed: int) -> Iterator[tuple[Cell, Circumstance]]:
+    """Yields each number with the call of fewest arguments, of a few, that shows it."""
+    given = {repr(c): len(given_arguments(op, case_outline(op, *c, device, seed))) for c in cells}
+    plain = sorted(cells, key=lambda cell: given[repr(cell)])[:2 * TRIES]
+    for other in others:
+        yield from islice(((cell, other) for cell in plain if _shows(
+            op, case_values_to_read(op, *cell, device, seed), other)), 1)
 
 
 def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:

@@ -121,10 +121,10 @@ def check_long_sums(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
     except FAULTS as e:
         return result("failed", str(reason_of(e, classify(e))))
     rtol, atol = op.tolerance.of(dtype)
-    for name, g, w, e in zip(names, got, exact, eager):
-        error, eager_error = (float((t.double() - w).abs().nan_to_num(nan=torch.inf).max())
-                              for t in (g, e))
-        bound = op.tolerance.times_eager * eager_error + atol + 2 * rtol * float(w.abs().max())
+    for name, actual, want, of_eager in zip(names, got, exact, eager):
+        error, eager_error = (float((t.double() - want).abs().nan_to_num(nan=torch.inf).max())
+                              for t in (actual, of_eager))
+        bound = op.tolerance.times_eager * eager_error + atol + 2 * rtol * float(want.abs().max())
         if error > bound:
             return result("failed", f"gradient of {name}, a long sum: error {error:.3g} exceeds "
                                     f"{bound:.3g}; eager {eager_error:.3g}")

@@ -149,6 +149,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"mask": "left_padding", "sq": 7, "sk": 65},
     {"mask": "bool", "lse": True}, {"window": (16, 0), "causal": True}, {"window": (8, 8)},
     {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
+    # windows that are longer than the keys
+    {"window": (9, 12), "sq": 24, "sk": 8, "d": 16, "align": "bottom_right"},
     {"window": (16, 0), "causal": True, "sq": 1, "sk": 100, "align": "bottom_right", "hkv": 2},
     {"alibi": True, "causal": True}, {"alibi": True, "sq": 3, "sk": 40, "align": "bottom_right",
                                       "hkv": 2},

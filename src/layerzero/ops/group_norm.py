@@ -61,8 +61,9 @@ def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int 
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"groups": 1}, {"groups": 12}, {"b": 1, "c": 1, "groups": 1, "size": (3, 3)},
-    {"size": (1, 1)}, {"b": 0}, {"affine": False}, {"bias_only": True}, {"memory": "channels_last"},
-    {"memory": "sparse"}, {"c": 64, "groups": 32, "size": (16, 16)},
+    {"size": (1, 1)}, {"size": (1, 1), "groups": 12, "eps": 1.0}, {"b": 0}, {"affine": False},
+    {"bias_only": True}, {"memory": "channels_last"}, {"memory": "sparse"},
+    {"c": 64, "groups": 32, "size": (16, 16)},
     {"c": 64, "groups": 32, "size": (8, 8), "memory": "channels_last"},
     {"weight_dtype": "float32"}, {"weight_dtype": "float32", "memory": "channels_last"},
     {"eps": 1e-3}, {"extreme": True}, {"extreme": True, "memory": "channels_last"},

@@ -23,6 +23,7 @@ draw.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -145,6 +146,8 @@ def inputs(
         logits[::2, ::2], logits[1::2] = -torch.inf, -torch.inf
     elif special == "infinite":
         logits[:, 1], logits[:, -1] = torch.inf, torch.inf
+    elif special == "tail":                    # as likely together as what float32 adds to 1
+        logits[:], logits[:, 0] = -15.0, 0.0
     elif special in ("equal", "halves"):       # 2^n tokens, so that their sums are exact
         logits[:], top_k = -torch.inf, _power_of_two(top_k)
         logits[:, -_power_of_two(vocab):] = 0.0
@@ -178,6 +181,10 @@ def inputs(
             arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
     if random == "edges":                    # 0, and the last number before 1
         arguments["uniforms"] = torch.arange(batch, device=device) // 2 % 2 * (1 - 2.0 ** -24)
+    elif random == "last":                     # among the unlikely ones, between two of them
+        tail = (vocab - 1) * math.exp(-15.0)
+        places = 1 + torch.randint(0, vocab // 2, (batch,), generator=gen, dtype=torch.float64) * 2
+        arguments["uniforms"] = ((1 + tail * places / (2 * vocab - 2)) / (1 + tail)).to(device)
     elif random == "sixteenths":
         arguments["uniforms"] = (15 - torch.arange(batch, device=device) * 2 % 16) / 16
     else:
@@ -220,6 +227,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"special": "halves", "probs": True, "random": "sixteenths", "batch": 8, "vocab": 9, name: n}
       for name, n in (("min_p", 0.25), ("min_p", 0.125), ("top_p", 0.75), ("top_k", 4))),
     {"special": "equal", "vocab": 20, "temperature": 0.0},
+    # sums that float32 does not tell apart
+    {"special": "tail", "random": "last", "batch": 8, "vocab": 501, "logprobs": False},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},
     {"special": "masked", "random": "edges"}, {"random": "edges", "top_p": 0.9},
     {"special": "masked"}, {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9},

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -34,10 +34,13 @@ from ..kernel.contract import (
 from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.shared import fingerprint
+from .grad_circumstances import long_sum_checks
 from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
+from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
-FLOATS, INTEGERS = (-0.7, 0.013, 6.0), (0, 1, 7, 1500)
+FLOATS, INTEGERS = (-0.7, 0.013, 6.0, TINY := 1e-38, 0.0), (0, 1, 7, 1500, (1 << 33) + 5)
+SEEDS = (0, (1 << 62) + 1)                     # one that is false, and one that no float64 holds
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
@@ -57,8 +60,11 @@ class OtherNumber(Circumstance):
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         main = values.get(op.main_tensor)
         on_gpu = isinstance(main, Tensor) and main.device.type != "cpu"
-        # FlashAttention takes the largest score before it multiplies by the scale
-        if values[self.argument] == self.number or (on_gpu and self.number < 0):
+        if self.argument == "seed" and values["seed"] is None:
+            return None                        # the random numbers come from elsewhere
+        # FlashAttention takes the largest score before it multiplies by the scale, and what is
+        # tiny is zero to many a GPU
+        if values[self.argument] == self.number or (on_gpu and self.number in (-0.7, TINY)):
             return None
         return if_finite(op, {**values, self.argument: self.number})
 
@@ -303,6 +309,8 @@ def other_numbers(p: Param) -> Iterator[OtherNumber]:
     """Yields other numbers of a scalar."""
     if p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
         yield from (OtherNumber(p.name, n) for n in FLOATS)
+    elif p.name == "seed":
+        yield from (OtherNumber(p.name, n) for n in SEEDS)
     elif type(p.default) is int:
         yield from (OtherNumber(p.name, n) for n in INTEGERS)
 
@@ -331,11 +339,11 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
                 if name != op.main_tensor and name not in op.same_dtype)
 
 
-def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | None:
+def shared_rows(op: Op, values: dict[str, Any], name: str, dim: int) -> dict[str, Any] | None:
     """Returns the values with the first row of integers expanded over the others, as positions
-    are; None where that is no call."""
+    are, or the first column, as one expert for every slot; None where that is no call."""
     t = values[name]
-    first = t.narrow(0, 0, 1)
+    first = t.narrow(dim, 0, 1)
     if t.dim() != 2 or not t.numel() or int(first.min()) < 0:
         return None                            # equal boundaries are no call, nor missing pages
     return if_finite(op, {**values, name: first.expand_as(t)})
@@ -355,6 +363,8 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
         return (partial(check_case, kernel, *cell, device, seed, circumstance)
                 for cell, circumstance in chosen)
 
+    yield from long_table_checks(kernel, own, device, seed)
+    yield from long_sum_checks(kernel, device, "quick", seed)
     yield from checks(_numbers_beside_tensors(op, device, seed))
     yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells
@@ -399,7 +409,7 @@ def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
     tensors = [optional & case_tensors(op, *cell, device, seed).keys() for cell in cells]
     chosen: list[tuple[Cell, Circumstance]] = []
     for p in op.params:
-        others = () if p.name in (*op.tensors, "seed") or p.name.startswith(BOUNDS) \
+        others = () if p.name in op.tensors or p.name.startswith(BOUNDS) \
             else tuple(other_numbers(p))
         seen: set[str] = set()
         for name in sorted(optional) if others else ():
@@ -412,7 +422,19 @@ def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
                     chosen.append((cells[i], shown))
                     seen |= tensors[i]
                     break
+        chosen += _numbers_alone(op, others, [c for c, t in zip(cells, tensors) if not t], device,
+                                 seed)
     return tuple(chosen)
+
+
+def _numbers_alone(op: Op, others: Iterable[OtherNumber], cells: Sequence[Cell], device: str,
+                   seed: int) -> Iterator[tuple[Cell, Circumstance]]:
+    """Yields each number with the call of fewest arguments, of a few, that shows it."""
+    given = {repr(c): len(given_arguments(op, case_outline(op, *c, device, seed))) for c in cells}
+    plain = sorted(cells, key=lambda cell: given[repr(cell)])[:2 * TRIES]
+    for other in others:
+        yield from islice(((cell, other) for cell in plain if _shows(
+            op, case_values_to_read(op, *cell, device, seed), other)), 1)
 
 
 def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:

@@ -41,7 +41,7 @@ from ..kernel.judging import judge_result, same
 from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
-from .row_circumstances import MemoryOrder, OtherLayout, Shifted
+from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
 
 
 class Expanded(Circumstance):
@@ -57,7 +57,7 @@ class Expanded(Circumstance):
         if not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2:
             return None
         if not t.is_floating_point() and t.dtype != torch.bool:
-            return shared_rows(op, values, self.tensor) if self.dim == 0 else None
+            return shared_rows(op, values, self.tensor, self.dim)
         first = t.narrow(self.dim, 0, 1)
         # Unused slots of a page hold what no kernel may read: infinities, or the largest codes.
         if not t.numel() or (t.is_floating_point() and not bool(
@@ -338,7 +338,8 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
         yield from (MemoryOrder(name, a, b) for a, b in combinations(range(4), 2))
         yield from (Shifted(name, first) for first in (True, False))
     yield from (Expanded(name, dim) for dim in range(5))
-    yield Broadcast(name)
+    yield from (Narrowed(name, dim) for dim in range(4))
+    yield from (Broadcast(name), OtherSigns(name))
     yield FarApart(name)
 
 

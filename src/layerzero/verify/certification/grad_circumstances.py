@@ -1,14 +1,37 @@
-"""Circumstances of gradients: recorded, recordable, or not recorded though inputs require them."""
+"""Circumstances of gradients: recorded, recordable, or not recorded though inputs require them; and
+long sums of numbers of one sign in a half dtype, which a sum in that dtype loses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...machine.faults import FAULTS, classify, reason_of
+from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ..cases.generated import Case
+from ..cases.pairs import long_sums
 from ..kernel.circumstance import Circumstance
+from ..kernel.contract import (
+    CaseResult,
+    call,
+    case_outline,
+    case_refusals,
+    case_values,
+    formula,
+    refusals,
+    results_of,
+    upcast,
+)
+from ..kernel.gradients import requiring_grad
+from .non_finite import is_of_others
+
+TERMS = 200                                    # of a sum that a half dtype does not hold
 
 
 class RecordingGradients(Circumstance):
@@ -44,3 +67,65 @@ class GivenParameters(Circumstance):
         names = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()
                  and v.dtype.itemsize > 1]
         return {**values, **{n: torch.nn.Parameter(values[n]) for n in names}} if names else None
+
+
+def long_sum_checks(kernel: Kernel, device: str, lane: str,
+                    seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the calls whose gradients are long sums, at the narrowest dtype that it takes. Torch
+    adds up those of a layer norm and of an embedding in that dtype itself, on a CPU."""
+    op = kernel.op
+    if is_of_others(kernel) or not kernel.differentiable or not op.differentiable:
+        return
+    dtypes = [d for d in ("bfloat16", "float16") if d in op.dtypes]
+    for case in long_sums(op, lane, seed):
+        dtype = next((d for d in dtypes if not case_refusals(kernel, case, d, device, seed)), "")
+        if dtype and _long_sums_in(op, case_outline(op, case, dtype, device, seed)):
+            yield partial(check_long_sums, kernel, case, dtype, device, seed)
+
+
+def _long_sums_in(op: Op, values: Mapping[str, Any]) -> list[str]:
+    """Returns the tensors of which each number is a term of many results."""
+    elements = sum(r.numel() for r in results_of(op.meta(**values)) if r.is_floating_point())
+    return [n for n in op.differentiable if isinstance(t := values[n], Tensor) and t.numel()
+            and t.is_floating_point() and elements >= TERMS * t.numel()]
+
+
+def _gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of half the sum of the squares of the results, which is a sum of
+    numbers of one sign for what multiplies them."""
+    used = [r for r in results if r.requires_grad]
+    grads = torch.autograd.grad(used, inputs, [r.detach() for r in used], allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g.detach() for g, t in zip(grads, inputs)]
+
+
+def check_long_sums(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                    seed: int = 0) -> CaseResult:
+    """Compares gradients that are long sums with those of the formula in float64."""
+    op = kernel.op
+
+    def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
+                          circumstance="backward of long sums", seed=seed,
+                          kinds=("gradient",) if status == "failed" else ())
+
+    values = requiring_grad(op, case_values(op, case, dtype, device, seed))
+    reasons, names = refusals(kernel, values), _long_sums_in(op, values)
+    if reasons or not names:
+        return result("skipped", reasons=reasons)
+    wide = {n: v.detach().requires_grad_() if n in names else v.detach()
+            if isinstance(v, Tensor) else v for n, v in upcast(values).items()}
+    exact = _gradients(formula(op, wide), [wide[n] for n in names])
+    eager = _gradients(formula(op, values), [values[n] for n in names])
+    try:
+        got = _gradients(results_of(call(kernel, values)), [values[n] for n in names])
+    except FAULTS as e:
+        return result("failed", str(reason_of(e, classify(e))))
+    rtol, atol = op.tolerance.of(dtype)
+    for name, actual, want, of_eager in zip(names, got, exact, eager):
+        error, eager_error = (float((t.double() - want).abs().nan_to_num(nan=torch.inf).max())
+                              for t in (actual, of_eager))
+        bound = op.tolerance.times_eager * eager_error + atol + 2 * rtol * float(want.abs().max())
+        if error > bound:
+            return result("failed", f"gradient of {name}, a long sum: error {error:.3g} exceeds "
+                                    f"{bound:.3g}; eager {eager_error:.3g}")
+    return result("passed")

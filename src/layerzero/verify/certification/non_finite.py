@@ -16,6 +16,7 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.chosen_cells import Cell
+from ..cases.generated import given_arguments
 from ..kernel.contract import (
     CaseResult,
     call,
@@ -104,9 +105,7 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
     else, and that integers are the formula's. What a library or torch makes of them is recorded in
     its certificate instead: torch adds -inf to the score of a hidden key, so a NaN in that key is
     seen."""
-    op = kernel.op
-    of_others = ((kernel.backend == "torch" and op.family not in DEFINED)
-                 or (kernel.package and kernel.distribution != "layerzero"))
+    op, of_others = kernel.op, is_of_others(kernel)
 
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
         return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
@@ -135,6 +134,12 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
             return result("skipped" if of_others else "failed", *complaint[:1],
                           f"{where}: {complaint[1]}")
     return result("passed")
+
+
+def is_of_others(kernel: Kernel) -> bool:
+    """Is it of a library, or of torch where nothing says what NaN counts as?"""
+    return ((kernel.backend == "torch" and kernel.op.family not in DEFINED)
+            or bool(kernel.package and kernel.distribution != "layerzero"))
 
 
 def _compare(op: Op, want: Sequence[Tensor], got: Sequence[Tensor],
@@ -184,23 +189,39 @@ def _first(where: Tensor) -> tuple[int, ...]:
 
 def non_finite_cells(kernel: Kernel, cells: Sequence[Cell], device: str,
                      seed: int) -> Iterator[Cell]:
-    """Yields calls that each have another format of one byte; and of an op that chooses or counts
-    those that each give other arguments."""
+    """Yields calls that each have another format of one byte, or another word or switch, as a ReLU
+    may lose a NaN where other activations keep it; and of an op that chooses or counts those that
+    each give other arguments."""
     op, seen, combined = kernel.op, set[Any](), set[frozenset[Any]]()
     if kernel.backend == "reference":          # it is what it is compared with
         return
-    for case, dtype in cells:
-        if dtype != op.dtypes[0] or case not in op.cases:
+    own = [cell for cell in cells if cell[0] in op.cases]
+    # of a kernel for other dtypes alone the first of those
+    first = next((dtype for dtype in op.dtypes for cell in own if cell[1] == dtype
+                  and not case_refusals(kernel, *cell, device, seed)), "")
+    for case, dtype in own:
+        if dtype != first:
             continue
         values = case_outline(op, case, dtype, device, seed)
         facts = frozenset((n, values[n].dtype) for n in _floats(op, values, one_byte=True))
-        if facts or not all(map(_is_wide, results_of(op.meta(**values)))):
+        chooses = bool(facts) or not all(map(_is_wide, results_of(op.meta(**values))))
+        if chooses:
             facts |= _choices(op, values)
-        is_new = facts - seen or (facts not in combined and len(combined) < MOST_CELLS)
+        elif device == "cpu" and not is_of_others(kernel):    # fmaxf of a GPU keeps no NaN
+            facts |= _words(op, values)
+        is_new = facts - seen or (chooses and facts not in combined and len(combined) < MOST_CELLS)
         if facts and is_new and not case_refusals(kernel, case, dtype, device, seed):
             seen |= facts
             combined.add(facts)
             yield case, dtype
+
+
+def _words(op: Op, values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Returns the words and switches of a call that are not at their defaults, and what of its
+    numbers is not."""
+    return frozenset((name, v if isinstance(v, (str, bool)) else "given")
+                     for name in given_arguments(op, values)
+                     if not isinstance(v := values[name], Tensor))
 
 
 def _choices(op: Op, values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:

@@ -93,6 +93,41 @@ class MemoryOrder(Circumstance):
         return {**values, self.tensor: moved}
 
 
+class Narrowed(Circumstance):
+    """One part of a tensor that may be broadcast, as of a mask of one column for all keys."""
+
+    any_dtype = True
+
+    def __init__(self, tensor: str, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.name = f"one part of {tensor} for all along dimension {dim}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        tokens = op.patterns[values[op.variant] if op.variant else ""].get(self.tensor, ())
+        if (not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2
+                or not "".join(tokens[self.dim - t.dim():][:1]).startswith("~")):
+            return None
+        return if_allowed(op, {**values, self.tensor: t.narrow(self.dim, 0, 1).contiguous()})
+
+
+class OtherSigns(Circumstance):
+    """A tensor of which every number has one sign, with every other number of the other sign."""
+
+    any_dtype = True
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"{tensor} of both signs"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
+                or not t.numel() or bool((t > 0).any()) == bool((t < 0).any())):
+            return None
+        signs = (1 - 2 * (torch.arange(t.numel(), device=t.device) % 2)).flip(0).view(t.shape)
+        return if_finite(op, {**values, self.tensor: t * signs.to(t.dtype)})
+
+
 class Shifted(Circumstance):
     """One tensor without the first or the last column of a wider one, as the inputs and the targets
     of training are: its rows are one number apart."""

@@ -53,7 +53,7 @@ from .circumstance import AS_DECLARED as AS_DECLARED
 from .circumstance import Circumstance as Circumstance
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
-from .judging import JUST_OUTSIDE, Judgement, find_nondeterminism, judge_result, same
+from .judging import JUST_OUTSIDE, Expected, Judgement, find_nondeterminism, judge_result, same
 from .judging import may_be_chance as may_be_chance
 from .process_state import (
     COMPILING,
@@ -176,7 +176,8 @@ def case_facts(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
             _tensors_once(op, contents, lambda: outline)
         return read(op, outline)
 
-    facts: Mapping[str, Any] = compute_once(op, ("facts", *_state_of_facts(op), *contents), compute)
+    facts: Mapping[str, Any] = compute_once(op, ("facts", *_state_of_facts(op), *contents), compute,
+                                            nbytes=0)
     return facts
 
 
@@ -211,7 +212,8 @@ def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
                 _broken_rules(kernel, case_facts(kernel.op, case, dtype, device, seed), key))
 
     key = (*_state_of_facts(kernel.op), *case_contents(case, dtype, device, seed))
-    reasons: tuple[Reason, ...] = compute_once(kernel.op, ("refusals", kernel, *key), compute)
+    reasons: tuple[Reason, ...] = compute_once(kernel.op, ("refusals", kernel, *key), compute,
+                                               nbytes=0)
     return reasons
 
 
@@ -225,7 +227,7 @@ def _broken_rules(kernel: Kernel, facts: Mapping[str, Any],
         known = {**hardware.probe(facts["device"]).facts(), **facts}
         return known, tuple(op.reasons(op.requires, known))
 
-    known, reasons = compute_once(op, key and ("contract", key), of_contract)
+    known, reasons = compute_once(op, key and ("contract", key), of_contract, nbytes=0)
     return (*reasons, *op.reasons(kernel.requires, known))
 
 
@@ -237,7 +239,7 @@ def circumstance_refusals(kernel: Kernel, values: Mapping[str, Any], circumstanc
     if unavailable is not None:
         return (unavailable,)
     key = ("facts", *_state_of_facts(kernel.op), *contents, circumstance.name)
-    facts = compute_once(kernel.op, key, lambda: read(kernel.op, values))
+    facts = compute_once(kernel.op, key, lambda: read(kernel.op, values), nbytes=0)
     return _broken_rules(kernel, facts, key)
 
 
@@ -281,7 +283,7 @@ def _results_once(op: Op, values: Mapping[str, Any], arguments: Callable[[], Map
                   key: Hashable | None) -> tuple[Any, ...]:
     def compute() -> tuple[Any, ...]:
         inputs = {storage_address(v) for v in values.values() if isinstance(v, Tensor)}
-        with torch.no_grad():
+        with torch.inference_mode():           # nobody differentiates them: it skips autograd
             return tuple(r.clone() if isinstance(r, Tensor) and storage_address(r) in inputs
                          else r for r in formula(op, arguments()))
 
@@ -361,9 +363,13 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     complaints += [*find_wrong_shapes(first, declared), *find_aliasing(results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
+    expected = compute_once(op, key and ("expected", key), lambda: [
+        Expected(*both) for both in zip(exact, eager)], 3 * sum(t.nbytes for t in exact))
+
+    @torch.no_grad()
     def judge(budget: Sequence[Tensor | None]) -> list[Judgement]:
         return [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
-                             circumstance.even, budget[i], circumstance.alike)
+                             circumstance.even, budget[i], circumstance.alike, expected[i])
                 for i, parts in enumerate(zip(first, second, exact, eager))]
 
     judgements = judge([None] * len(first))

@@ -25,7 +25,8 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 # Watching memory.
 
-Watched = tuple[Tensor | bytes, int, dict[str, Any]]
+Watched = tuple[Tensor | bytes, int, tuple[Any, ...]]
+_DESCRIBED = ("shape", "stride", "requires_grad", "address", "hook", "grad", "attribute")
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
@@ -39,7 +40,7 @@ def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> It
     for name, (original, version, description) in before.items():
         now = _description(values[name])
         if now != description:
-            differing = [n for n, v in now.items() if v != description[n]]
+            differing = [n for n, a, b in zip(_DESCRIBED, now, description) if a != b]
             yield f"{name} has another {' and another '.join(differing)} after the call"
             continue
         if not _equal_bytes(_bytes_in(values[name]), original):
@@ -53,12 +54,12 @@ def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _description(t: Tensor) -> dict[str, Any]:
-    return {"shape": tuple(t.shape), "stride": t.stride(), "requires_grad": t.requires_grad,
-            "address": t.data_ptr(),
-            "hook": len(t._backward_hooks or ()),
-            "grad": None if not t.is_leaf or t.grad is None else id(t.grad),
-            "attribute": sorted(n for n in t.__dict__ if not n.startswith("_"))}
+def _description(t: Tensor) -> tuple[Any, ...]:
+    """Returns what is _DESCRIBED of a tensor."""
+    attributes = t.__dict__
+    return (t.shape, t.stride(), t.requires_grad, t.data_ptr(), len(t._backward_hooks or ()),
+            None if not t.is_leaf or t.grad is None else id(t.grad),
+            sorted(n for n in attributes if not n.startswith("_")) if attributes else [])
 
 
 def _bytes_in(t: Tensor) -> Tensor | bytes:

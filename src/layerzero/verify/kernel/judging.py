@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,42 @@ class Judgement:
     notes: tuple[str, ...] = ()
 
 
+class Expected:
+    """What judging asks of the exact result and of the eager one: the same for every kernel."""
+
+    def __init__(self, truth: Tensor, eager: Tensor) -> None:
+        self.truth, self.eager = truth, _as_codes(eager)
+        self.limits: dict[tuple[float, float], Tensor] = {}
+
+    @cached_property
+    def chosen(self) -> Tensor | None:
+        """Where the exact result is finite; None: everywhere, as a mask costs more than all else."""
+        finite = self.truth.isfinite()
+        return None if bool(finite.all()) else finite
+
+    @cached_property
+    def want(self) -> Tensor:
+        return _masked(self.truth, self.chosen)
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return _gap(self.eager, self.truth, self.chosen)
+
+    @cached_property
+    def error(self) -> float:
+        return _largest_or_inf(self.gap)
+
+    @cached_property
+    def size(self) -> float:
+        return largest(self.want.abs())
+
+    def limit(self, rtol: float, atol: float) -> Tensor:
+        """Returns the op's tolerance of each element."""
+        if (rtol, atol) not in self.limits:
+            self.limits[rtol, atol] = atol + rtol * self.want.abs()
+        return self.limits[rtol, atol]
+
+
 def _judged_as(op: Op, dtype: str, result: Tensor) -> str:
     """Returns the dtype of the case, or that of a result that an argument asks for coarser."""
     name, given = str(result.dtype).removeprefix("torch."), getattr(torch, dtype)
@@ -55,13 +92,15 @@ def _judged_as(op: Op, dtype: str, result: Tensor) -> str:
 
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
                  eager: Tensor, even: bool = True, budget: Tensor | None = None,
-                 alike: bool = False) -> Judgement:
+                 alike: bool = False, expected: Expected | None = None) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
     tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element. `alike`:
-    rows of an input are equal, so that a sum over them has one error as often."""
+    rows of an input are equal, so that a sum over them has one error as often. `expected`: of
+    `truth` and `eager`, where others ask for it too."""
     if not first.numel():
         return Judgement(0.0, 0.0, 0.0)
-    first, second, eager = map(_as_codes, (first, second, eager))
+    expected = Expected(truth, eager) if expected is None else expected
+    first, second, eager = _as_codes(first), _as_codes(second), expected.eager
     # tokens, codes and counts must equal the formula at this dtype
     if not first.is_floating_point():
         wrong = [when for out, when in ((first, ""), (second, " over poisoned memory"))
@@ -70,13 +109,11 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
                          tuple(Complaint("error",
             f"{name}{when}: differs from the formula at {worst_indices(first, eager)}")
                                for when in wrong))
-    finite = truth.isfinite()
-    chosen = None if bool(finite.all()) else finite    # a mask costs more than all else here
+    chosen, want, eager_gap = expected.chosen, expected.want, expected.gap
+    eager_error, size = expected.error, expected.size
     rtol, atol = op.tolerance.of(_judged_as(op, dtype, first))
-    want, eager_gap = _masked(truth, chosen), _gap(eager, truth, chosen)
     gaps = [eager_gap if _equal(first, eager) else _gap(first, truth, chosen)]
-    gaps += gaps if torch.equal(first, second) else [_gap(second, truth, chosen)]
-    eager_error, size = _largest_or_inf(eager_gap), largest(want.abs())
+    gaps += [] if torch.equal(first, second) else [_gap(second, truth, chosen)]
     bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
     wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
     if dtype == "float32" or wider:            # another order of a long sum is no mistake
@@ -85,10 +122,11 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
         bound = atol + rtol * size
     if budget is not None:                     # of all together: as kernels compute, in float32
         bound += ROUNDINGS * largest(_masked(budget, chosen)) * UNITS["float32"] / UNITS[dtype]
-    error = max(map(_largest_or_inf, gaps))
+    error = max(eager_error if gap is eager_gap else _largest_or_inf(gap) for gap in gaps)
     complaints, notes = [], []
     for out, when in (((first, ""), (second, " over poisoned memory"))
                       if chosen is not None or not math.isfinite(error) else ()):
+        finite = truth.isfinite()
         bad = (out.double() != truth) & ~finite | ~out.isfinite() & finite
         bad &= ~(truth.isnan() & out.isnan())
         if bad.any():
@@ -103,9 +141,11 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     ratio = error / bound if bound else float(error > 0)
     spare = 0.0 if budget is None else budget * (ROUNDINGS if dtype == "float32" else 1.0)
-    limit = atol + rtol * want.abs() + (_masked(spare, chosen) if isinstance(spare, Tensor)
-                                        else spare)
-    outside = _outside(gaps[0], limit)
+    limit = expected.limit(rtol, atol)
+    if isinstance(spare, Tensor):
+        limit = limit + _masked(spare, chosen)
+    # dividing takes longer, and is only needed for what is outside
+    outside = 0.0 if bool((gaps[0] <= limit).all()) else _outside(gaps[0], limit)
     if not complaints and even and outside > 1:
         eager_outside = _outside(eager_gap, limit)
         if eager_outside > 1 and first.device.type == "cpu" and first.dtype.itemsize == 2:

@@ -4,6 +4,8 @@ and the memory that calls leave behind.
 
 from __future__ import annotations
 
+import _random
+import _signal
 import ctypes
 import gc
 import importlib
@@ -90,10 +92,44 @@ def _put_back_arithmetic(_: Any) -> None:
     torch.set_flush_denormal(False)
 
 
-def _numpy_random() -> Any:
+def _torch_random() -> bytes:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+_PYTHON_RANDOM: random.Random = random.getstate.__self__     # type: ignore[attr-defined]
+_TWISTER = _random.Random.__basicsize__ - object.__basicsize__
+
+
+def _python_random() -> Any:
+    """Returns the words of Python's generator as they lie in memory: a tuple of 625 numbers takes
+    long to make and to compare."""
+    if sys.implementation.name != "cpython":
+        return random.getstate()
+    return (ctypes.string_at(id(_PYTHON_RANDOM) + object.__basicsize__, _TWISTER),
+            _PYTHON_RANDOM.gauss_next)         # type: ignore[attr-defined]
+
+
+def _put_back_python_random(before: Any) -> None:
+    if sys.implementation.name != "cpython":
+        random.setstate(before)
+        return
+    words, gauss_next = before
+    ctypes.memmove(id(_PYTHON_RANDOM) + object.__basicsize__, words, _TWISTER)
+    _PYTHON_RANDOM.gauss_next = gauss_next     # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=None)
+def _numpy_generators() -> Any:
     try:                                       # now: a call that imports it has changed nothing
-        numpy_random = importlib.import_module("numpy.random")
+        return importlib.import_module("numpy.random")
     except ImportError:
+        return None
+
+
+def _numpy_random() -> Any:
+    numpy_random = _numpy_generators()
+    if numpy_random is None:
         return None
     generator: Any = getattr(numpy_random, "get_bit_generator", lambda: None)()
     if type(generator).__name__ == "MT19937":  # numpy takes long to give a copy
@@ -135,6 +171,9 @@ def _cuda_precision() -> tuple[Any, ...]:
 
 def _newer_precision() -> tuple[Any, ...]:
     """Returns the fp32_precision of torch 2.9 and later."""
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if get is not None:                        # what the attributes below call, after a detour
+        return get("generic", "all"), get("mkldnn", "all"), get("mkldnn", "matmul")
     places = (torch.backends, torch.backends.mkldnn, getattr(torch.backends.mkldnn, "matmul", None))
     return tuple(str(getattr(place, "fp32_precision", None)) for place in places)
 
@@ -169,13 +208,15 @@ def _modes() -> tuple[Any, ...]:
             torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
 
 
+# Of C: the functions of the module turn numbers into names first.
+_get_signal, _set_locale = _signal.getsignal, getattr(locale, "_setlocale", locale.setlocale)
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGABRT", "SIGALRM",
                                                     "SIGCHLD") if hasattr(signal, name))
 
 
 def _interpreter() -> tuple[Any, ...]:
-    return (sys.getrecursionlimit(), os.getcwd(), locale.setlocale(locale.LC_ALL),
-            *map(signal.getsignal, _SIGNALS), sys.gettrace(), sys.getprofile(), sys.excepthook,
+    return (sys.getrecursionlimit(), os.getcwd(), _set_locale(locale.LC_ALL, None),
+            *map(_get_signal, _SIGNALS), sys.gettrace(), sys.getprofile(), sys.excepthook,
             tuple(sys.path))
 
 
@@ -214,7 +255,11 @@ def _put_back_filters(before: list[Any]) -> None:
 
 
 def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    """Linux 6.2 and later tells it as the size of a folder, at a third of the cost of a list; before
+    that the size is 0."""
+    if sys.platform != "linux":
+        return 0
+    return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
 
 
 def _cores() -> Any:
@@ -263,9 +308,9 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("which of torch's attentions are enabled", _sdpa, _put_back_sdpa,
             parts=("flash", "memory-efficient", "math", "cuDNN")),
     Setting("denormals or rounding", _arithmetic, _put_back_arithmetic),
-    Setting("the state of torch's random numbers", lambda: torch.get_rng_state().numpy().tobytes(),
-            slow=True),
-    Setting("the state of Python's random numbers", random.getstate, random.setstate, slow=True),
+    Setting("the state of torch's random numbers", _torch_random, slow=True),
+    Setting("the state of Python's random numbers", _python_random,
+            _put_back_python_random, slow=True),
     Setting("the state of numpy's random numbers", _numpy_random, slow=True),
     Setting(ENVIRONMENT, _environment, _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),
@@ -293,6 +338,7 @@ def _cuda_settings(device: str) -> tuple[Setting, ...]:
         Setting("the current CUDA stream", lambda: torch.cuda.current_stream().cuda_stream))
 
 
+@lru_cache(maxsize=None)
 def _settings(device: str) -> tuple[Setting, ...]:
     return _SETTINGS + (_cuda_settings(device) if device.startswith("cuda") else ())
 

@@ -71,14 +71,15 @@ def forget() -> None:
     _RESULTS.begin(None)
 
 
-def compute_once(op: Op, key: Hashable | None, compute: Callable[[], Any]) -> Any:
+def compute_once(op: Op, key: Hashable | None, compute: Callable[[], Any],
+                 nbytes: int | None = None) -> Any:
     """Returns what `compute` gives, from an earlier time where there is a key: what is in it must
-    not be changed."""
+    not be changed. `nbytes`: its size where that is known, else its tensors are counted."""
     value = None if key is None else _RESULTS.find(op, key)
     if value is None:
         value = compute()
         if key is not None:
-            _RESULTS.keep(op, key, value, _bytes_of(value))
+            _RESULTS.keep(op, key, value, _bytes_of(value) if nbytes is None else nbytes)
     return value
 
 

@@ -36,7 +36,7 @@ from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
 from .definition import Definition, RandomInput, ScalarInput, Workload
-from .inputs import generate
+from .inputs.generation import generate
 from .readings import Unmapped
 from .scaling import CannotScale, scaled, too_large
 

@@ -18,8 +18,8 @@ from ....verify.report import page, read_log, summarise
 from ....verify.trace.answers.references import References
 from ....verify.trace.dataset import find_definitions, find_workloads
 from ....verify.trace.definition import Definition
-from ....verify.trace.mutate import MutationReport, summary
-from ....verify.trace.mutate import mutate as run_mutants
+from ....verify.trace.mutation.mutate import MutationReport, summary
+from ....verify.trace.mutation.mutate import mutate as run_mutants
 from ....verify.trace.run import DefinitionReport, verify
 from ....verify.trace.traces import write
 from ....verify.trace.write_tests import write_tests as write_test_files

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...comparison import ComparisonVerdict
 from ..definition import Definition
-from ..inputs import generate
+from ..inputs.generation import generate
 from ..readings import Unmapped
 from ..scaling import CannotScale, scaled
 from . import draws

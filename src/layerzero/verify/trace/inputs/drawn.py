@@ -10,8 +10,8 @@ import re
 import torch
 from torch import Tensor
 
-from .definition import Definition
-from .readings import skips
+from ..definition import Definition
+from ..readings import skips
 
 # Shares of the likeliest tokens of a row, and a top_p just beyond three of them: a filter that
 # takes it for less loses the fourth, which comes often. They differ much: powers of them show.

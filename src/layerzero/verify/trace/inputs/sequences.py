@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...spec.errors import DataError
+from ....spec.errors import DataError
+from ..definition import Definition
+from ..readings import chunk_size, skips
 from . import drawn as kinds
 from .constraints import total_axis
-from .definition import Definition
-from .readings import chunk_size, skips
 
 MAX_SEQUENCES = 1 << 20
 LONG = 140                                     # keys of one of the small sequences

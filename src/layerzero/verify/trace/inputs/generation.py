@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec.errors import DataError
+from ....spec.errors import DataError
+from ..dataset import dataset_root, inside
+from ..definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from ..exports import case_inputs
+from ..readings import skips, small_numbers
 from . import drawn as kinds
 from .constraints import solved, violated
-from .dataset import dataset_root, inside
-from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
-from .exports import case_inputs
-from .readings import skips, small_numbers
 from .sequences import QUERY, SIZES, Plan, Sequences
 
 # bytes from which the experts of a weight share their storage

@@ -37,7 +37,7 @@ def verify_definitions(names: Sequence[str], folder: Path, *, op_type: str, size
     kind = device_kind(device)
     definitions = find_definitions(folder, *names, op_type=op_type)
     settings: dict[str, Any] = {"device": kind, "seed": seed, "tolerance": tolerance,
-                                "as_is": as_is}
+                                "as_is": as_is, "warm": traces is not None}
     with References(trust, timeout) as references:
         if write_tests is not None:
             return _write_tests(write_tests, definitions, references, settings, force, as_json)

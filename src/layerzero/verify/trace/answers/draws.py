@@ -66,15 +66,16 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
 
-def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
-    """The inputs with every row several times, and how often: at most REPEATS."""
+def repeated(answer: Answer, x: Inputs, few: int = FEW_REPEATS) -> tuple[dict[str, Any], int]:
+    """The inputs with every row several times, and how often: at most REPEATS; `few` where so many
+    are too much."""
     times = max(1, min(REPEATS, MAX_NUMBERS // max(x[answer.roles["rows"]].numel(), 1)))
-    times = times if times >= MIN_REPEATS else min(times, FEW_REPEATS)
-    per_row = _per_row(answer, x)
+    times = times if times >= MIN_REPEATS else min(times, few)
+    per_row = inputs_per_token(answer, x)
     return {n: v.repeat_interleave(times, 0) if n in per_row else v for n, v in x.items()}, times
 
 
-def _per_row(answer: Answer, x: Inputs) -> set[str]:
+def inputs_per_token(answer: Answer, x: Inputs) -> set[str]:
     """Which inputs have something for each token that is drawn."""
     r, specs = answer.roles, answer.definition.inputs
     axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
@@ -101,7 +102,7 @@ def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVe
     Every token is counted, and the r likeliest together for every r. Of n draws at least (or at
     most) a share s falls where p was expected with a probability <= exp(-n KL(s, p)) (Chernoff), at
     any n: tests of a right sampler together fail once in 1 / FALSE_ALARM."""
-    out, per_row = answer.roles["out"], _per_row(answer, x)
+    out, per_row = answer.roles["out"], inputs_per_token(answer, x)
     shares, sure = _shares(answer, {n: v[::times] if n in per_row else v for n, v in x.items()})
     shares, order = shares.sort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
@@ -140,10 +141,19 @@ def _divergence(seen: Tensor, wanted: Tensor) -> Tensor:
     return part(seen, wanted) + part(1 - seen, 1 - wanted)
 
 
-def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
-    """Is every token one that the filters leave?"""
+def left_of(answer: Answer, x: Inputs, times: int = 1) -> Tensor:
+    """What the filters leave of the row of each token, with a token on the edge. Every row comes
+    `times` in succession."""
+    per_row = inputs_per_token(answer, x)
+    each = {n: v[::times] if n in per_row else v for n, v in x.items()}
+    return of(answer, each, ROUNDING).repeat_interleave(times, 0)
+
+
+def possible(answer: Answer, x: Inputs, tokens: Tensor,
+             left: Tensor | None = None) -> ComparisonVerdict:
+    """Is every token one that the filters leave? `left` is left_of() the same inputs."""
     out = answer.roles["out"]
-    weights = of(answer, x, ROUNDING)
+    weights = left_of(answer, x) if left is None else left
     tokens = tokens.detach().cpu().long()
     if tokens.shape != weights.shape[:1]:
         return ComparisonVerdict(

@@ -98,7 +98,8 @@ class _Maker(Sequences):
             self.sizes.setdefault(axis, _FREE.get(axis, self._pool(axis) or self.size.rows))
         self._solve()
         self._refuse_huge()
-        return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
+        return kinds.between_tokens({name: self._value(name, spec, plan)
+                                     for name, spec in self.d.inputs.items()})
 
     def _pool(self, axis: str) -> int:
         """Size of what an index points into: states of which one is unused, tokens of which more
@@ -162,12 +163,18 @@ class _Maker(Sequences):
         if "routed_scaling" in low:
             return 2.5
         if "cap" in low or "theta" in low:
-            return 30.0 if "cap" in low else 1e4
+            return 5.0 if "cap" in low else 1e4        # a cap that logits come near to
         if "scale" in low and not re.search(r"(^|_)[kv]_?scale", low):
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
                     if s.floating and s.shape and QUERY.search(n)]
-            return 0.9 / math.sqrt(sum(dims) or 1)     # no default: it must be read
-        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
+            # no default, and no other scale: it must be read
+            return 0.9 * self._place(name) / math.sqrt(sum(dims) or 1)
+        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5 * self._place(name))
+
+    def _place(self, name: str) -> float:
+        """A factor that tells a scalar from those before it: 1, 1.4, 1.8."""
+        scalars = [n for n, s in self.d.inputs.items() if s.shape is None and s.floating]
+        return 1.0 + 0.4 * scalars.index(name)
 
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         low, dtype = name.lower(), spec.dtype
@@ -182,6 +189,8 @@ class _Maker(Sequences):
             return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
             return self._rows(shape, (0.0, 0.9, kinds.NUCLEUS, 1.0, 0.3))
+        if re.match("uniforms?(_|$)", low):
+            return torch.rand(shape, generator=self.gen)
         if "min_p" in low or "temperature" in low:
             return self._rows(shape, (0.1, 0.5, 0.02))
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
@@ -211,6 +220,8 @@ class _Maker(Sequences):
         by = 1 / math.sqrt(max(shape[-1], 1)) if summed else 1.0
         if "topk_weights" in low or "routing_weights" in low:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
+        if QUERY.search(low):
+            by *= kinds.towards_cap(self.d)
         drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
         if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
             # a mean that is not zero: RMSNorm does not subtract it
@@ -298,6 +309,8 @@ class _Maker(Sequences):
                 :math.prod(shape)].view(shape) % pool
             if kinds.padded_slots(self.d) and len(slots) > 2:
                 slots[1] = -1                  # padding, which the reference leaves out
+            if slots.numel() and not bool((slots == 0).any()):
+                slots.view(-1)[0] = 0          # the first slot is one like any other
             return slots
         if low.endswith(("indices", "ids")):
             return self._pick(shape)
@@ -314,6 +327,7 @@ class _Maker(Sequences):
         used = sum(plan.pages)
         ids = torch.randperm(pool, generator=self.gen)[:used] if pool >= used else \
             torch.randint(0, max(pool, 1), (used,), generator=self.gen)
+        ids = kinds.out_of_order(ids, plan.pages)
         if name == self.page_ids:
             return ids.view(shape)
         table, start = torch.zeros(shape, dtype=torch.int64), 0

@@ -20,7 +20,6 @@ from .answer import Answer, Inputs, Outputs
 from .truth import Compute, Truth
 from .truths_libraries import flashinfer, sglang
 
-
 BLOCK = 128                                    # elements that usually share a scale
 
 

@@ -19,22 +19,31 @@ Rules = Sequence[tuple[str, Any]]              # pattern -> value; the leftmost 
 
 LLAMA4 = r"llama[ -]?4|routing method type=3"
 DEEPSEEK = r"\bds routing|deepseek[ -]?(v3 )?routing|routing method type=2"
-BASES: Rules = ((r"not (of )?base[ -]?2|natural[ -]log|base[ -]?e\b|\blse e\b", "e"),
-                (r"2[ -]based|base[ -]?2|log2", "2"))
+BASES: Rules = ((r"not (of )?base[ -]?2|natural(?! lang)|base[ -]?e\b|\blse e\b|\bln\b", "e"),
+                (r"2[ -]based|base[ -]?(2|two)|log2", "2"))
 CAUSAL: Rules = ((r"(non|not|no|without|without a|without any)[ -]?causal|causal ?= ?false|"
                   r"causal mask(ing)? is (not|off|disabled)|bidirectional", False),
                  (r"causal", True))
 ROPE: Rules = ((r"neox|rotate half", "rotate_half"), (r"gpt-?j|interleav", "interleaved"))
 OFFSET: Rules = ((r"one plus|\b1(\.0)? ?\+ ?(w|gamma)|(weight|gamma|\bw) ?\+ ?1\b|"
                   r"(1|one) (is )?added to (the |its )?weight|stored minus (1|one)|"
-                  r"zero[ -]cent(er|re)d|gemma (fused add )?rms ?norm", 1.0),)
-GATE: Rules = ((r"\[? ?up ?[;,] ?gate ?\]|up first", False),
-               (r"\[? ?gate ?[;,] ?up ?\]|gate first", True))
+                  r"zero[ -]cent(er|re)d|gemma[ -]?\d?n? (\w+ )?(fused add )?rms ?norm", 1.0),)
+GATE: Rules = ((r"\[? ?up ?[;,|] ?gate ?\]|up (\w+ )?(is |are |comes )?first|up (before|then) (the )?gate|"
+                r"first half (is|holds) (the )?up", False),
+               (r"\[? ?gate ?[;,|] ?up ?\]|gate (\w+ )?(is |are |comes )?first|"
+                r"gate (before|then) (the )?up|first half (is|holds) (the )?gate", True))
 SCORING: Rules = ((rf"sigmoid|{LLAMA4}|{DEEPSEEK}", "sigmoid"),
                   (r"softmax|routing method type=[01]", "softmax"))
 NORMALIZED: Rules = (
-    (rf"(not|no|without|un) ?-?(re)?norm|softmax ?-> ?top|routing method type=0|{LLAMA4}", False),
-    (rf"renorm|routing method type=1|top-?k ?-> ?softmax|{DEEPSEEK}", True))
+    (rf"(not|no|without|un) ?-?(re)?norm|norm topk prob ?[=:] ?false|softmax ?-> ?top|"
+     rf"routing method type=0|{LLAMA4}", False),
+    (rf"renorm|(?<!softmax.)normali[sz]ed|norm topk prob ?[=:] ?true|routing method type=1|"
+     rf"top-?k ?-> ?softmax|{DEEPSEEK}", True))
+# what models do of which the text says no more than the name
+NORMALIZING: Rules = ((r"mixtral|qwen-?3|\bdbrx", True), (r"qwen-?(1\.5|2)[ -]?moe|olmoe", False))
+ACTIVATION: Rules = (
+    (r"(geglu|gelu)[^.;]{0,20}tanh|tanh[^.;]{0,20}gelu", "geglu_tanh"), (r"geglu|gelu", "geglu"),
+    (r"reglu|\brelu\b", "reglu"), (r"swiglu|silu|swish", "swiglu"))
 WEIGHT_ON: Rules = ((rf"{LLAMA4}|scale[ds]? (at|the|on)? ?input|applied to (the )?input|"
                      r"weights? on (the )?input|scales on input ?= ?true", "input"),)
 BIAS: Rules = ((rf"bias (is |are )?ignored|ignores? the (routing )?bias|{LLAMA4}", "ignored"),
@@ -180,7 +189,8 @@ def window_left(definition: Definition) -> tuple[Statement | None, tuple[int, ..
     said_left = (number_said(definition, r"window left ?(?:=|:|of|is)? ?(\d+)")
                  or number_said(definition, r"window[^.;]*?\b(\d+) (?:keys |tokens )?to the left"))
     size = None if said_left else number_said(
-        definition, r"window(?: size)? ?(?:=|:|of|is)? ?(\d+)")
+        definition, r"window(?: attention)?(?: size| length)? ?(?:=|:|of|is)? ?(\d+)"
+    ) or number_said(definition, r"(\d+)[ -](?:tokens? |keys? )?(?:sliding[ -])?window")
     statement = said_left or (size and Statement(size.value - 1, size.source, size.otherwise and (
         size.otherwise[0], size.otherwise[1] - 1)))
     left = named_number(definition, r"(sliding_)?window_left")

@@ -22,6 +22,7 @@ REPEATS, MAX_NUMBERS = 512, 1 << 22           # of a row; of all rows together
 # fewer draws tell nothing of frequencies; so many show whether tokens are possible
 MIN_REPEATS, FEW_REPEATS = 32, 4
 FALSE_ALARM = 1e-6                             # of all tests of one definition together
+TINY = 1e-300                                  # of a token that may be kept as well as its equals
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -142,11 +143,14 @@ def _divergence(seen: Tensor, wanted: Tensor) -> Tensor:
 
 
 def left_of(answer: Answer, x: Inputs, times: int = 1) -> Tensor:
-    """What the filters leave of the row of each token, with a token on the edge. Every row comes
-    `times` in succession."""
-    per_row = inputs_per_token(answer, x)
+    """What the filters leave of the row of each token, with a token on the edge, and with those
+    that equal the least one: of equals any may be kept. Every row comes `times` in succession."""
+    per_row, r = inputs_per_token(answer, x), answer.roles
     each = {n: v[::times] if n in per_row else v for n, v in x.items()}
-    return of(answer, each, ROUNDING).repeat_interleave(times, 0)
+    left = of(answer, each, ROUNDING)
+    rows = (each[r["rows"]][each[r["picked"]].long()] if r["picked"] else each[r["rows"]]).cpu()
+    least = rows.double().masked_fill(left <= 0, math.inf).amin(-1, keepdim=True)
+    return torch.where(rows == least, left.clamp(min=TINY), left).repeat_interleave(times, 0)
 
 
 def possible(answer: Answer, x: Inputs, tokens: Tensor,

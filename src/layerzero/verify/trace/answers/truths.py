@@ -225,6 +225,11 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
 
 # Mixtures of experts, token by token.
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu,
+    "geglu_tanh": lambda t: F.gelu(t, approximate="tanh")}
+
+
 def _moe(answer: Answer, x: Inputs) -> Outputs:
     r, reading = answer.roles, answer.reading
     ids, weights = _chosen(r, reading, x)
@@ -239,7 +244,8 @@ def _moe(answer: Answer, x: Inputs) -> Outputs:
         up, gate = (half * by for half, by in zip(_halves(r, reading, x, expert, token),
                                                   _factors(r, x, expert)))
         down = _weights(r, x, r["second"], r["second_scale"], expert)
-        result = down @ (F.silu(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"]
+        act = _ACTIVATIONS[reading.get("activation", "swiglu")]
+        result = down @ (act(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"]
                                                else 1.0)
         out[t] += result if reading["weight_on"] == "input" else result * weight
     return {r["out"]: out}
@@ -320,7 +326,8 @@ def _sglang_moe(answer: Answer, x: Inputs) -> Outputs:
     runner = importlib.import_module("sglang.srt.layers.moe.moe_runner")
     routing = importlib.import_module("sglang.srt.layers.moe.topk")
     r, reading = answer.roles, answer.reading
-    if reading["weight_on"] == "input" or r["up_scale"] or r["out_scale"]:
+    if reading["weight_on"] == "input" or r["up_scale"] or r["out_scale"] \
+            or reading.get("activation", "swiglu") != "swiglu":
         raise NotImplementedError("sglang is asked for neither weights on the input nor scales of "
                                   "results")
     ids, weights = _chosen(r, reading, x)

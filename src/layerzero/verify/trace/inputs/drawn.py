@@ -4,6 +4,7 @@ with an edge, the lengths of sequences, the tokens that a query sees.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from typing import Any
@@ -45,6 +46,14 @@ def with_peaks(probs: Tensor) -> Tensor:
     row = row / row.sum() * (1.0 - sum(PEAKS))
     row[top] = torch.tensor(PEAKS, dtype=row.dtype)
     return torch.cat((probs[:ROW], row[None], probs[ROW + 1:]))
+
+
+def guards_zero(definition: Definition) -> bool:
+    """Does the reference compare something with zero? One that does not says nothing of a filter
+    that is zero."""
+    return any(isinstance(part, ast.Constant) and part.value in (0, 1) and part.value is not True
+               for node in ast.walk(ast.parse(definition.reference))
+               if isinstance(node, ast.Compare) for part in (node.left, *node.comparators))
 
 
 def between_tokens(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,8 @@ class _Maker(Sequences):
                 probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
             return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
-            return self._rows(shape, (0.0, 0.9, kinds.NUCLEUS, 1.0, 0.3))
+            least = 0.0 if kinds.guards_zero(self.d) else 1e-6
+            return self._rows(shape, (least, 0.9, kinds.NUCLEUS, 1.0, 0.3))
         if re.match("uniforms?(_|$)", low):
             return torch.rand(shape, generator=self.gen)
         if "min_p" in low or "temperature" in low:
@@ -196,7 +197,7 @@ class _Maker(Sequences):
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
             return kinds.angles(low, shape).to(getattr(torch, dtype))
         if "logits" in low:
-            drawn = self._distinct(shape)
+            drawn = self._distinct(shape, getattr(torch, dtype).itemsize < 4)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
                 drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
             return drawn.to(getattr(torch, dtype))
@@ -266,10 +267,14 @@ class _Maker(Sequences):
             return torch.randn(shape, generator=self.gen)
         return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
 
-    def _distinct(self, shape: tuple[int, ...]) -> Tensor:
-        """Rows without equal values, also when rounded: the order of equals is undefined."""
+    def _distinct(self, shape: tuple[int, ...], narrow: bool) -> Tensor:
+        """Rows without equal values, also when rounded: the order of equals is undefined. 16 bits
+        have too few values for a vocabulary, then the largest differ and the others are small."""
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
+        if narrow and shape[-1] > 1024:
+            line = torch.linspace(-16.0, -4.0, shape[-1])
+            line[-64:] = torch.arange(1, 65) / 16
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
                 for _ in range(math.prod(shape[:-1]))]
         for row, column in zip(rows, (-1, 0)):   # the last and the first come to be chosen too
@@ -294,7 +299,7 @@ class _Maker(Sequences):
         if plan is not None and _LENGTHS.search(low):
             return torch.tensor(plan.keys)
         if "top_k" in low or low == "k":
-            return self._rows(shape, (1, 20, 0, 2, 3))
+            return self._rows(shape, (1, 20, 0 if kinds.guards_zero(self.d) else 5, 2, 3))
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):

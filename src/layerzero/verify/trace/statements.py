@@ -28,8 +28,8 @@ ROPE: Rules = ((r"neox|rotate half", "rotate_half"), (r"gpt-?j|interleav", "inte
 OFFSET: Rules = ((r"one plus|\b1(\.0)? ?\+ ?(w|gamma)|(weight|gamma|\bw) ?\+ ?1\b|"
                   r"(1|one) (is )?added to (the |its )?weight|stored minus (1|one)|"
                   r"zero[ -]cent(er|re)d|gemma[ -]?\d?n? (\w+ )?(fused add )?rms ?norm", 1.0),)
-GATE: Rules = ((r"\[? ?up ?[;,|] ?gate ?\]|up (\w+ )?(is |are |comes )?first|up (before|then) (the )?gate|"
-                r"first half (is|holds) (the )?up", False),
+GATE: Rules = ((r"\[? ?up ?[;,|] ?gate ?\]|up (\w+ )?(is |are |comes )?first|"
+                r"up (before|then) (the )?gate|first half (is|holds) (the )?up", False),
                (r"\[? ?gate ?[;,|] ?up ?\]|gate (\w+ )?(is |are |comes )?first|"
                 r"gate (before|then) (the )?up|first half (is|holds) (the )?gate", True))
 SCORING: Rules = ((rf"sigmoid|{LLAMA4}|{DEEPSEEK}", "sigmoid"),
@@ -40,6 +40,8 @@ NORMALIZED: Rules = (
     (rf"renorm|(?<!softmax.)normali[sz]ed|norm topk prob ?[=:] ?true|routing method type=1|"
      rf"top-?k ?-> ?softmax|{DEEPSEEK}", True))
 # what models do of which the text says no more than the name
+SCORES: Rules = ((r"mixtral|qwen|olmoe|\bdbrx|deepseek[ -]?v2", "softmax"),
+                 (r"kimi|glm-?4\.5|deepseek[ -]?(v3|r1)", "sigmoid"))
 NORMALIZING: Rules = ((r"mixtral|qwen-?3|\bdbrx", True), (r"qwen-?(1\.5|2)[ -]?moe|olmoe", False))
 ACTIVATION: Rules = (
     (r"(geglu|gelu)[^.;]{0,20}tanh|tanh[^.;]{0,20}gelu", "geglu_tanh"), (r"geglu|gelu", "geglu"),

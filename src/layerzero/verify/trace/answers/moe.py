@@ -25,6 +25,7 @@ from ..statements import (
     GATE,
     NORMALIZED,
     NORMALIZING,
+    SCORES,
     SCORING,
     WEIGHT_ON,
     Statement,
@@ -234,14 +235,14 @@ def _options(p: Parts, roles: _Roles) -> tuple[_Options, dict[str, Statement]]:
         options["gate_first"] = (True,)
         statements["gate_first"] = Statement(True, "its inputs say")
     else:
-        named = "gate" in roles.first and "up" in roles.first or None
+        named = ("gate" in roles.first and "up" in roles.first) or None
         order = said(definition, GATE, roles.first, convention=False if fused else named)
         _add(options, statements, "gate_first", order, first_choice(order, True, False))
     if roles.logits:
         # FlashInfer's "renormalize" is a softmax of the chosen logits
         scoring = (said(definition, SCORING)
-                   or said(definition, ((r"renorm", "softmax"),),
-                           convention="sigmoid" if deepseek else None))
+                   or said(definition, ((r"renorm", "softmax"),))
+                   or said(definition, SCORES, convention="sigmoid" if deepseek else None))
         likely = ("sigmoid", "softmax") if "sigmoid" in text else ("softmax", "sigmoid")
         _add(options, statements, "scoring", scoring, first_choice(scoring, *likely))
         summed = (said(definition, NORMALIZED)

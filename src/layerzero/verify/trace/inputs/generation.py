@@ -280,6 +280,8 @@ class _Maker(Sequences):
         for row, column in zip(rows, (-1, 0)):   # the last and the first come to be chosen too
             top = int(row.argmax())
             row[[top, column]] = row[[column, top]]
+        for row, parts in zip(rows[2:], (4, 8)):
+            kinds.apart_in_groups(row, parts)
         return torch.stack(rows).view(shape) if rows else torch.empty(shape)
 
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:

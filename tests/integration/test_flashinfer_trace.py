@@ -22,7 +22,7 @@ from layerzero.verify.trace.answers.lookup import answer, answers
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.dataset import find_definitions, find_workloads
 from layerzero.verify.trace.definition import Definition
-from layerzero.verify.trace.inputs import generate
+from layerzero.verify.trace.inputs.generation import generate
 from layerzero.verify.trace.readings import Unmapped
 from layerzero.verify.trace.run import verify
 from layerzero.verify.trace.scaling import scaled, too_large

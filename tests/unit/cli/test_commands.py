@@ -30,7 +30,7 @@ from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.errors import ConfigError
 from layerzero.tuning import regret
 from layerzero.verify.model.families import FAMILIES
-from layerzero.verify.trace.inputs import SIZES
+from layerzero.verify.trace.inputs.sequences import SIZES
 from layerzero.world.config import load_policy_file
 
 ROOT = typer.main.get_command(app)

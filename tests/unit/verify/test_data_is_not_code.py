@@ -25,7 +25,7 @@ from layerzero.spec.plan import Transform
 from layerzero.verify.trace import write_tests as definition_tests
 from layerzero.verify.trace.dataset import find_workloads
 from layerzero.verify.trace.definition import Axis, Definition, Workload
-from layerzero.verify.trace.inputs import generate
+from layerzero.verify.trace.inputs.generation import generate
 from layerzero.verify.trace.traces import solution_of
 from layerzero.verify.trace.write_tests import as_docstring, write_tests
 from layerzero.world.registry.catalog import discover

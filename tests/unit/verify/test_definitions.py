@@ -17,7 +17,7 @@ from helpers import RMS_NORM, Fake, register, run_lz, run_python
 import layerzero as lz
 from layerzero.spec.errors import DataError, RegistrationError
 from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
-from layerzero.verify.trace import constraints, exports, solutions, traces
+from layerzero.verify.trace import exports, solutions, traces
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answer, answers
 from layerzero.verify.trace.answers.references import References
@@ -30,7 +30,8 @@ from layerzero.verify.trace.definition import (
     Trace,
     Workload,
 )
-from layerzero.verify.trace.inputs import generate
+from layerzero.verify.trace.inputs import constraints
+from layerzero.verify.trace.inputs.generation import generate
 from layerzero.verify.trace.readings import Unmapped, readings
 from layerzero.verify.trace.run import DefinitionReport, verify
 from layerzero.verify.trace.scaling import CannotScale, scaled, too_large

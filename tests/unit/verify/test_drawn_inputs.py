@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.verify.trace import drawn
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.answer import Answer
 from layerzero.verify.trace.answers.frequencies import drawn_often, frequencies, small_vocabulary
 from layerzero.verify.trace.answers.lookup import answer
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.definition import Definition
-from layerzero.verify.trace.inputs import generate
+from layerzero.verify.trace.inputs import drawn
+from layerzero.verify.trace.inputs.generation import generate
 from layerzero.verify.trace.run import verify
 
 FILTERS = {"plain": (), "top_k": ("top_k",), "top_p": ("top_p",), "both": ("top_k", "top_p"),

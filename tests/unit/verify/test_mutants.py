@@ -19,9 +19,9 @@ from layerzero.verify.trace.answers.lookup import answer
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.dataset import find_definitions
 from layerzero.verify.trace.definition import Axis, Definition
-from layerzero.verify.trace.inputs import generate
-from layerzero.verify.trace.mutate import in_float64, mutate
-from layerzero.verify.trace.mutation import mutants
+from layerzero.verify.trace.inputs.generation import generate
+from layerzero.verify.trace.mutation.mutants import mutants
+from layerzero.verify.trace.mutation.mutate import in_float64, mutate
 from layerzero.verify.trace.run import run_length, verify
 from layerzero.verify.trace.scaling import scaled, too_large
 

@@ -17,7 +17,7 @@ from layerzero.verify.trace.answers.lookup import answer, answers
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.dataset import find_definitions
 from layerzero.verify.trace.definition import Definition
-from layerzero.verify.trace.mutate import readings_of
+from layerzero.verify.trace.mutation.mutate import readings_of
 from layerzero.verify.trace.readings import Unmapped
 from layerzero.verify.trace.run import DefinitionReport, verify
 from layerzero.verify.trace.traces import trace_of

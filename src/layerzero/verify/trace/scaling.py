@@ -19,7 +19,7 @@ from typing import Any
 from .definition import Axis, Definition
 
 # bytes, as float32, up to which constants are left alone
-ENOUGH = 1 << 30
+ENOUGH = 1 << 28
 # two blocks of every usual size and more, so that an index of a block matters; what follows from
 # one is no other
 SMALLER = (384, 256, 640)

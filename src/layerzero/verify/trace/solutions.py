@@ -31,7 +31,7 @@ from ..comparison import compare, tolerance_of
 from .answers.answer import Answer
 from .answers.lookup import answers
 from .definition import Definition, Solution
-from .inputs import generate
+from .inputs.generation import generate
 
 # alive as long as what was imported from them
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []

@@ -19,26 +19,44 @@ Rules = Sequence[tuple[str, Any]]              # pattern -> value; the leftmost 
 
 LLAMA4 = r"llama[ -]?4|routing method type=3"
 DEEPSEEK = r"\bds routing|deepseek[ -]?(v3 )?routing|routing method type=2"
-BASES: Rules = ((r"not (of )?base[ -]?2|natural[ -]log|base[ -]?e\b|\blse e\b", "e"),
-                (r"2[ -]based|base[ -]?2|log2", "2"))
-CAUSAL: Rules = ((r"(non|not|no|without|without a|without any)[ -]?causal|causal ?= ?false", False),
+BASES: Rules = ((r"not (of )?base[ -]?2|natural(?! lang)|base[ -]?e\b|\blse e\b|\bln\b", "e"),
+                (r"2[ -]based|base[ -]?(2|two)|log2", "2"))
+CAUSAL: Rules = ((r"(non|not|no|without|without a|without any)[ -]?causal|causal ?= ?false|"
+                  r"causal mask(ing)? is (not|off|disabled)|bidirectional", False),
                  (r"causal", True))
 ROPE: Rules = ((r"neox|rotate half", "rotate_half"), (r"gpt-?j|interleav", "interleaved"))
 OFFSET: Rules = ((r"one plus|\b1(\.0)? ?\+ ?(w|gamma)|(weight|gamma|\bw) ?\+ ?1\b|"
                   r"(1|one) (is )?added to (the |its )?weight|stored minus (1|one)|"
-                  r"zero[ -]cent(er|re)d|gemma (fused add )?rms ?norm", 1.0),)
-GATE: Rules = ((r"\[? ?up ?[;,] ?gate ?\]|up first", False),
-               (r"\[? ?gate ?[;,] ?up ?\]|gate first", True))
+                  r"zero[ -]cent(er|re)d|gemma[ -]?\d?n? (\w+ )?(fused add )?rms ?norm", 1.0),)
+GATE: Rules = ((r"\[? ?up ?[;,|] ?gate ?\]|up (\w+ )?(is |are |comes )?first|"
+                r"up (before|then) (the )?gate|first half (is|holds) (the )?up", False),
+               (r"\[? ?gate ?[;,|] ?up ?\]|gate (\w+ )?(is |are |comes )?first|"
+                r"gate (before|then) (the )?up|first half (is|holds) (the )?gate", True))
 SCORING: Rules = ((rf"sigmoid|{LLAMA4}|{DEEPSEEK}", "sigmoid"),
                   (r"softmax|routing method type=[01]", "softmax"))
 NORMALIZED: Rules = (
-    (rf"(not|no|without|un) ?-?(re)?norm|softmax ?-> ?top|routing method type=0|{LLAMA4}", False),
-    (rf"renorm|routing method type=1|top-?k ?-> ?softmax|{DEEPSEEK}", True))
+    (rf"(not|no|without|un) ?-?(re)?norm|norm topk prob ?[=:] ?false|softmax ?-> ?top|"
+     rf"routing method type=0|{LLAMA4}", False),
+    (rf"renorm|(?<!softmax.)normali[sz]ed|norm topk prob ?[=:] ?true|routing method type=1|"
+     rf"top-?k ?-> ?softmax|{DEEPSEEK}", True))
+# what models do of which the text says no more than the name
+SCORES: Rules = ((r"mixtral|qwen|olmoe|\bdbrx|deepseek[ -]?v2", "softmax"),
+                 (r"kimi|glm-?4\.5|deepseek[ -]?(v3|r1)", "sigmoid"))
+NORMALIZING: Rules = ((r"mixtral|qwen-?3|\bdbrx", True), (r"qwen-?(1\.5|2)[ -]?moe|olmoe", False))
+ACTIVATION: Rules = (
+    (r"(geglu|gelu)[^.;]{0,20}tanh|tanh[^.;]{0,20}gelu", "geglu_tanh"), (r"geglu|gelu", "geglu"),
+    (r"reglu|\brelu\b", "reglu"), (r"swiglu|silu|swish", "swiglu"))
 WEIGHT_ON: Rules = ((rf"{LLAMA4}|scale[ds]? (at|the|on)? ?input|applied to (the )?input|"
                      r"weights? on (the )?input|scales on input ?= ?true", "input"),)
 BIAS: Rules = ((rf"bias (is |are )?ignored|ignores? the (routing )?bias|{LLAMA4}", "ignored"),
                (rf"{DEEPSEEK}|bias (is )?added to (the )?sigmoid", "choice"))
+L2NORM: Rules = ((r"(no|not|without) (qk )?l2[ -]?norm", False),
+                 (r"l2[ -]?norm|normali[sz]ed to (unit|length)", True))
 STATE: Rules = ((r"k[ -]last", "k_last"), (r"v[ -]last", "v_last"))
+POOL: Rules = ((r"unchanged(?! if)|(not|never) (updated|modified|written)|states? (is|are) kept",
+                "kept"),
+               (r"(pools?|states?)( of [^.;]*)? (is|are) (updated|written)|updated in[ -]place",
+                "updated"))
 SOFTPLUS: Rules = ((r"(no|without) softplus", False), (r"softplus", True))
 
 
@@ -56,8 +74,9 @@ def plain(text: str) -> str:
 
 
 def texts(definition: Definition, *tensors: str) -> Iterator[tuple[str, str]]:
-    """(who says, what), the name first; a definition made smaller has a suffix to its name."""
-    yield "its name says", plain(definition.name.partition("@")[0])
+    """(who says, what), the name first. What follows @ or two underscores tells variants of a
+    definition apart and says nothing of what it computes."""
+    yield "its name says", plain(re.split("@|__", definition.name)[0])
     yield "its tags say", plain(" ; ".join(definition.tags))
     yield "its description says", plain(definition.description)
     specs = {**definition.inputs, **definition.outputs}
@@ -76,16 +95,29 @@ def docstring(definition: Definition) -> str:
 
 def said(definition: Definition, rules: Rules, *tensors: str,
          convention: Any = None) -> Statement | None:
-    """Return what the text says, else the schema's convention; None where both are silent."""
+    """Return what the text says, else the schema's convention; None where both are silent. A text
+    that speaks of several values compares them: it counts where no other text is plain."""
     found: list[tuple[str, Any]] = []
+    compared: list[tuple[str, Any]] = []
     for source, text in texts(definition, *tensors):
-        hits = [(match.start(), i) for i, (pattern, _) in enumerate(rules)
-                if (match := re.search(pattern, text))]
+        hits = _hits(text, rules)
         if hits:
-            found.append((source, rules[min(hits)[1]][1]))
-    if found or convention is None:
-        return _first(found)
+            several = len({value for _, value in hits}) > 1
+            (compared if several else found).append((source, min(hits, key=lambda h: h[0])[1]))
+    if found or compared or convention is None:
+        return _first(found or compared)
     return Statement(convention, "by the schema's convention it is")
+
+
+def _hits(text: str, rules: Rules) -> list[tuple[int, Any]]:
+    """(where, value) of the rules that match; "not causal" is no hit of "causal" after it."""
+    hits = []
+    for pattern, value in rules:
+        match = re.search(pattern, text)
+        if match:
+            hits.append((match.start(), value))
+            text = re.sub(pattern, lambda m: " " * len(m[0]), text)
+    return hits
 
 
 def number_said(definition: Definition, pattern: str, *tensors: str,
@@ -97,12 +129,12 @@ def number_said(definition: Definition, pattern: str, *tensors: str,
 
 
 def _first(found: Sequence[tuple[str, Any]]) -> Statement | None:
-    """The first of (who says, what), and who of name, tags and description says otherwise."""
+    """The first of (who says, what), and who else of the schema's text says otherwise."""
     if not found:
         return None
     source, value = found[0]
     return Statement(value, source, next((f for f in found[1:] if f[1] != value
-                                          and f[0].startswith("its ")), None))
+                                          and not f[0].startswith("the docstring")), None))
 
 
 def first_choice(statement: Statement | None, *values: Any) -> tuple[Any, ...]:
@@ -159,7 +191,8 @@ def window_left(definition: Definition) -> tuple[Statement | None, tuple[int, ..
     said_left = (number_said(definition, r"window left ?(?:=|:|of|is)? ?(\d+)")
                  or number_said(definition, r"window[^.;]*?\b(\d+) (?:keys |tokens )?to the left"))
     size = None if said_left else number_said(
-        definition, r"window(?: size)? ?(?:=|:|of|is)? ?(\d+)")
+        definition, r"window(?: attention)?(?: size| length)? ?(?:=|:|of|is)? ?(\d+)"
+    ) or number_said(definition, r"(\d+)[ -](?:tokens? |keys? )?(?:sliding[ -])?window")
     statement = said_left or (size and Statement(size.value - 1, size.source, size.otherwise and (
         size.otherwise[0], size.otherwise[1] - 1)))
     left = named_number(definition, r"(sliding_)?window_left")
@@ -204,6 +237,7 @@ WORDS: Mapping[tuple[str, Any], str] = {
     ("style", "rotate_half"): "rotate_half (NeoX)", ("style", "interleaved"): "interleaved (GPT-J)",
     ("offset", 1.0): "1 + weight", ("offset", 0.0): "weight as it is",
     ("softplus", True): "softplus of dt", ("softplus", False): "dt without softplus",
+    ("l2norm", True): "q and k L2-normalised", ("l2norm", False): "q and k as they are",
     ("pool", "kept"): "states kept", ("pool", "updated"): "states updated"}
 
 

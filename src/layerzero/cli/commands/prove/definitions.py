@@ -18,8 +18,8 @@ from ....verify.report import page, read_log, summarise
 from ....verify.trace.answers.references import References
 from ....verify.trace.dataset import find_definitions, find_workloads
 from ....verify.trace.definition import Definition
-from ....verify.trace.mutate import MutationReport, summary
-from ....verify.trace.mutate import mutate as run_mutants
+from ....verify.trace.mutation.mutate import MutationReport, summary
+from ....verify.trace.mutation.mutate import mutate as run_mutants
 from ....verify.trace.run import DefinitionReport, verify
 from ....verify.trace.traces import write
 from ....verify.trace.write_tests import write_tests as write_test_files
@@ -37,7 +37,7 @@ def verify_definitions(names: Sequence[str], folder: Path, *, op_type: str, size
     kind = device_kind(device)
     definitions = find_definitions(folder, *names, op_type=op_type)
     settings: dict[str, Any] = {"device": kind, "seed": seed, "tolerance": tolerance,
-                                "as_is": as_is}
+                                "as_is": as_is, "warm": traces is not None}
     with References(trust, timeout) as references:
         if write_tests is not None:
             return _write_tests(write_tests, definitions, references, settings, force, as_json)

@@ -109,7 +109,8 @@ def paged(definition: Definition) -> list[Answer]:
                      value_scale=v_scale)
     options, statements = _attention_options(p, bool(starts), lse, bool(window), bool(cap))
     roles = {"query": q, "key": k, "value": v, "both": both, "starts": starts, "table": table,
-             "scale": scale, "layout": layout, "out": out, "lse": lse,
+             "scale": scale, "layout": layout, "out": out, "lse": lse, "window": window, "cap": cap,
+             "k_scale": k_scale, "v_scale": v_scale or (k_scale if both else ""),
              "plain": not (window or cap or k_scale or v_scale)}
     return [Answer(definition, ("paged_attention",), text, with_reading(compute, reading), reading,
                    "paged", roles, statements=statements)
@@ -121,10 +122,10 @@ _Options = dict[str, tuple[Any, ...]]
 _NEVER = {r"\bsinks?\b|\battention sinks?": "attention sinks", r"\balibi": "ALiBi slopes"}
 
 
-def _attention_options(p: Parts, prefill: bool, lse: str, window: bool = False, cap: bool = False
-                       ) -> tuple[_Options, dict[str, Statement]]:
-    """The options that are no inputs, and what the text says of them. `window`, `cap`: an input
-    gives it. A decoded token sees every key, causal or not."""
+def _attention_options(p: Parts, prefill: bool, lse: str, window: bool = False, cap: bool = False,
+                       slopes: bool = False) -> tuple[_Options, dict[str, Statement]]:
+    """The options that are no inputs, and what the text says of them. `window`, `cap`, `slopes`: an
+    input gives it. A decoded token sees every key, causal or not."""
     found: dict[str, tuple[Statement | None, tuple[Any, ...]]] = {}
     if prefill:
         found["is_causal"] = is_causal(p.definition)
@@ -142,7 +143,7 @@ def _attention_options(p: Parts, prefill: bool, lse: str, window: bool = False, 
             raise p.unmapped(f"{who} speaks of a {option}, and neither the text nor a constant "
                              "says how much")
     for pattern, what in _NEVER.items():
-        who = mentions(p.definition, pattern)
+        who = "" if slopes and "ALiBi" in what else mentions(p.definition, pattern)
         if who:
             raise p.unmapped(f"{who} speaks of {what}, which lz.{p.op} is not given here")
     return ({option: values for option, (_, values) in found.items()},
@@ -243,6 +244,7 @@ def ragged(definition: Definition) -> list[Answer]:
         p.maybe(redundant)                     # the offsets and the outputs say the same
     scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(
         r"(logits_)?soft_?cap")
+    slopes = "" if with_lse else p.maybe(r"(alibi_)?slopes", 1)
     p.done()
     out, lse = p.outputs((r"o|out|output|attn_out(put)?", "the attention"), _LSE)
 
@@ -260,14 +262,16 @@ def ragged(definition: Definition) -> list[Answer]:
         longest_q, longest_k = (int(x[name].diff().max()) for name in (starts_q, starts_k))
         return {out: lz("varlen_attention", query=x[q], key=x[k], value=x[v],
                         cu_seqlens_q=x[starts_q], cu_seqlens_k=x[starts_k], max_seqlen_q=longest_q,
-                        max_seqlen_k=longest_k, causal_align="bottom_right", **shared)}
+                        max_seqlen_k=longest_k, causal_align="bottom_right",
+                        alibi_slopes=x[slopes].float() if slopes else None, **shared)}
 
     text = call_text(op, q, k, v, f"sequences of {starts_q} and {starts_k}", scale=scale,
-                     window_left=window, softcap=cap)
-    options, statements = _attention_options(p, True, lse, bool(window), bool(cap))
+                     window_left=window, softcap=cap, alibi_slopes=slopes)
+    options, statements = _attention_options(p, True, lse, bool(window), bool(cap), bool(slopes))
     roles = {"query": q, "key": k, "value": v, "starts": starts_q, "starts_k": starts_k,
              "scale": scale, "out": out,
-             "lse": lse, "plain": not (window or cap)}
+             "lse": lse, "window": window, "cap": cap, "slopes": slopes,
+             "plain": not (window or cap or slopes)}
     return [Answer(definition, (op,), text, with_reading(compute, reading), reading, "ragged",
                    roles, statements=statements)
             for reading in readings(options)]

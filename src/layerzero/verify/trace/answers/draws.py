@@ -22,6 +22,7 @@ REPEATS, MAX_NUMBERS = 512, 1 << 22           # of a row; of all rows together
 # fewer draws tell nothing of frequencies; so many show whether tokens are possible
 MIN_REPEATS, FEW_REPEATS = 32, 4
 FALSE_ALARM = 1e-6                             # of all tests of one definition together
+TINY = 1e-300                                  # of a token that may be kept as well as its equals
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -66,15 +67,16 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
 
-def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
-    """The inputs with every row several times, and how often: at most REPEATS."""
+def repeated(answer: Answer, x: Inputs, few: int = FEW_REPEATS) -> tuple[dict[str, Any], int]:
+    """The inputs with every row several times, and how often: at most REPEATS; `few` where so many
+    are too much."""
     times = max(1, min(REPEATS, MAX_NUMBERS // max(x[answer.roles["rows"]].numel(), 1)))
-    times = times if times >= MIN_REPEATS else min(times, FEW_REPEATS)
-    per_row = _per_row(answer, x)
+    times = times if times >= MIN_REPEATS else min(times, few)
+    per_row = inputs_per_token(answer, x)
     return {n: v.repeat_interleave(times, 0) if n in per_row else v for n, v in x.items()}, times
 
 
-def _per_row(answer: Answer, x: Inputs) -> set[str]:
+def inputs_per_token(answer: Answer, x: Inputs) -> set[str]:
     """Which inputs have something for each token that is drawn."""
     r, specs = answer.roles, answer.definition.inputs
     axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
@@ -101,7 +103,7 @@ def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVe
     Every token is counted, and the r likeliest together for every r. Of n draws at least (or at
     most) a share s falls where p was expected with a probability <= exp(-n KL(s, p)) (Chernoff), at
     any n: tests of a right sampler together fail once in 1 / FALSE_ALARM."""
-    out, per_row = answer.roles["out"], _per_row(answer, x)
+    out, per_row = answer.roles["out"], inputs_per_token(answer, x)
     shares, sure = _shares(answer, {n: v[::times] if n in per_row else v for n, v in x.items()})
     shares, order = shares.sort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
@@ -140,10 +142,22 @@ def _divergence(seen: Tensor, wanted: Tensor) -> Tensor:
     return part(seen, wanted) + part(1 - seen, 1 - wanted)
 
 
-def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
-    """Is every token one that the filters leave?"""
+def left_of(answer: Answer, x: Inputs, times: int = 1) -> Tensor:
+    """What the filters leave of the row of each token, with a token on the edge, and with those
+    that equal the least one: of equals any may be kept. Every row comes `times` in succession."""
+    per_row, r = inputs_per_token(answer, x), answer.roles
+    each = {n: v[::times] if n in per_row else v for n, v in x.items()}
+    left = of(answer, each, ROUNDING)
+    rows = (each[r["rows"]][each[r["picked"]].long()] if r["picked"] else each[r["rows"]]).cpu()
+    least = rows.double().masked_fill(left <= 0, math.inf).amin(-1, keepdim=True)
+    return torch.where(rows == least, left.clamp(min=TINY), left).repeat_interleave(times, 0)
+
+
+def possible(answer: Answer, x: Inputs, tokens: Tensor,
+             left: Tensor | None = None) -> ComparisonVerdict:
+    """Is every token one that the filters leave? `left` is left_of() the same inputs."""
     out = answer.roles["out"]
-    weights = of(answer, x, ROUNDING)
+    weights = left_of(answer, x) if left is None else left
     tokens = tokens.detach().cpu().long()
     if tokens.shape != weights.shape[:1]:
         return ComparisonVerdict(

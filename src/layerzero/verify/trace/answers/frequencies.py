@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...comparison import ComparisonVerdict
 from ..definition import Definition
-from ..inputs import generate
+from ..inputs.generation import generate
 from ..readings import Unmapped
 from ..scaling import CannotScale, scaled
 from . import draws
@@ -58,5 +58,5 @@ def frequencies(definition: Definition, references: References, device: str = "c
     if not ran.ok:
         return None, f"how often tokens come was not tested: {ran.why}"
     tokens = ran.outputs[reply.roles["out"]]
-    verdict = draws.possible(reply, inputs, tokens)
+    verdict = draws.possible(reply, inputs, tokens, draws.left_of(reply, inputs, times))
     return (draws.often(reply, inputs, tokens, times) if verdict.passed else verdict), ""

@@ -111,7 +111,7 @@ def gemm(definition: Definition) -> list[Answer]:
 
     plain = not (transposed or batched or a_scale or b_scale)
     roles = {"a": a, "b": b, "bias": bias, "transposed": transposed, "out": out,
-             "plain": not (a_scale or b_scale)}
+             "a_scale": a_scale, "b_scale": b_scale, "a_transposed": a_transposed}
     text = call_text("linear", a, b + (".T" if transposed else ""), bias=bias, a_scale=a_scale,
                      b_scale=b_scale)
     return [Answer(definition, ("linear",), text, compute, kind="gemm",

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..definition import Definition
-from ..readings import Parts, likely, readings, text_of
-from ..statements import SOFTPLUS, STATE, first_choice, said
+from ..readings import Parts, readings, text_of
+from ..statements import L2NORM, POOL, SOFTPLUS, STATE, first_choice, said
 from .answer import QUERY, Answer, Inputs, Outputs, call_text, lz, number, with_reading
 
 
@@ -38,10 +38,13 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
     key_last = re.search(r"k.?last|\[v,\s*k\]|h,?\s*v,?\s*k\]", text_of(definition)) is not None
     kept = bool(indices) and "clone" in definition.reference
     layout = said(definition, STATE, state, last)
+    unit, pool_said = said(definition, L2NORM, q, k), said(definition, POOL, state, last)
+    units = re.search(r"l2_?norm|normalize\(|linalg\.(vector_)?norm|\.norm\(", definition.reference)
     options = readings({"state": first_choice(layout, "k_last" if key_last else "v_last",
                                               "k_last", "v_last"),
-                        **({"pool": likely("kept" if kept else "updated", "kept", "updated")}
-                           if indices and last else {})})
+                        **({"l2norm": first_choice(unit, True, False)} if unit or units else {}),
+                        **({"pool": first_choice(pool_said, "kept" if kept else "updated", "kept",
+                                                 "updated")} if indices and last else {})})
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         def key_first(t: Tensor) -> Tensor:
@@ -58,6 +61,7 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
             result: tuple[Tensor, Tensor] = lz(
                 "gated_delta_rule", q=parts[0], k=parts[1], v=parts[2], g=parts[3], beta=parts[4],
                 scale=factor, output_final_state=True,
+                use_qk_l2norm_in_kernel=reading.get("l2norm", False),
                 initial_state=None if first is None else key_first(first).contiguous())
             return result
 
@@ -82,7 +86,9 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
                      beta=beta, initial_state=state, indices=indices, scale=scale)
     return [Answer(definition, ("gated_delta_rule",), text, with_reading(compute, reading), reading,
                    "gated_delta_rule", {"out": out, "last": last},
-                   statements={"state": layout} if layout else {}) for reading in options]
+                   statements={n: s for n, s in (
+                       ("state", layout), ("l2norm", unit), ("pool", pool_said)) if s})
+            for reading in options]
 
 
 def selective_state_update(definition: Definition) -> list[Answer]:

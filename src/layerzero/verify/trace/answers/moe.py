@@ -20,14 +20,18 @@ from torch import Tensor
 from ..definition import Definition
 from ..readings import Parts, constant, readings, text_of
 from ..statements import (
+    ACTIVATION,
     BIAS,
     GATE,
     NORMALIZED,
+    NORMALIZING,
+    SCORES,
     SCORING,
     WEIGHT_ON,
     Statement,
     first_choice,
     identifiers,
+    mentions,
     number_said,
     plain,
     said,
@@ -95,6 +99,7 @@ def moe(definition: Definition) -> list[Answer]:
         wide = tokens.dtype if tokens.dtype == up_and_gate.dtype == down.dtype else torch.float32
         result = lz("moe", x=tokens.to(wide), w_gate_up=up_and_gate.to(wide), w_down=down.to(wide),
                     topk_ids=local, topk_weights=weights.float(), gate_first=reading["gate_first"],
+                    activation=reading.get("activation", "swiglu"),
                     weight_on=reading["weight_on"])
         return {out: result}
 
@@ -220,20 +225,28 @@ def _options(p: Parts, roles: _Roles) -> tuple[_Options, dict[str, Statement]]:
     statements: dict[str, Statement] = {}
     on = said(definition, WEIGHT_ON, convention="output")
     _add(options, statements, "weight_on", on, first_choice(on, "output", "input"))
+    act = said(definition, ACTIVATION, convention="swiglu")
+    if re.search("gelu|relu|geglu", text):
+        _add(options, statements, "activation", act, first_choice(act, "swiglu"))
+    who = mentions(definition, r"\bcapacity")
+    if who:
+        raise p.unmapped(f"{who} speaks of a capacity of experts, which lz.moe is not given here")
     if roles.gate:
         options["gate_first"] = (True,)
         statements["gate_first"] = Statement(True, "its inputs say")
     else:
-        order = said(definition, GATE, roles.first, convention=False if fused else None)
+        named = ("gate" in roles.first and "up" in roles.first) or None
+        order = said(definition, GATE, roles.first, convention=False if fused else named)
         _add(options, statements, "gate_first", order, first_choice(order, True, False))
     if roles.logits:
         # FlashInfer's "renormalize" is a softmax of the chosen logits
         scoring = (said(definition, SCORING)
-                   or said(definition, ((r"renorm", "softmax"),),
-                           convention="sigmoid" if deepseek else None))
+                   or said(definition, ((r"renorm", "softmax"),))
+                   or said(definition, SCORES, convention="sigmoid" if deepseek else None))
         likely = ("sigmoid", "softmax") if "sigmoid" in text else ("softmax", "sigmoid")
         _add(options, statements, "scoring", scoring, first_choice(scoring, *likely))
-        summed = said(definition, NORMALIZED, convention=True if deepseek else None)
+        summed = (said(definition, NORMALIZED)
+                  or said(definition, NORMALIZING, convention=True if deepseek else None))
         _add(options, statements, "normalize", summed, first_choice(summed, True, False))
     if roles.bias:
         bias = said(definition, BIAS, convention="choice" if deepseek else None)

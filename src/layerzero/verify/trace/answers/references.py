@@ -27,7 +27,7 @@ from torch import Tensor
 from ....machine.faults import says_out_of_memory
 from ....machine.watchdog import SOURCE
 from ..definition import Definition
-from ..inputs import available_memory
+from ..inputs.generation import available_memory
 
 WORKER = Path(__file__).with_name("reference_worker.py")
 START_S = 120.0                                # importing torch on a slow disk

@@ -20,6 +20,8 @@ from .answer import Answer, Inputs, Outputs
 from .truth import Compute, Truth
 from .truths_libraries import flashinfer, sglang
 
+BLOCK = 128                                    # elements that usually share a scale
+
 
 def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
     """Torch, FlashInfer, SGLang: each with what it computes, or why it does not."""
@@ -27,7 +29,7 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
     if own is None:
         first = Truth("torch", None,
                       f"torch has no function of its own for this ({answer.kind or 'unknown'})")
-    elif not answer.roles.get("plain", True):
+    elif answer.kind == "rope" and not answer.roles["plain"]:
         first = Truth("torch", None,
                       "its inputs have a form that torch's own functions are not asked in here")
     else:
@@ -38,11 +40,12 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
 # Attention, one sequence at a time.
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
-            reading: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+            window: int = -1, cap: float = 0.0,
+            slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """q (queries, heads, dim), k, v (keys, kv heads, dim): attention and natural log-sum-exp."""
-    window, cap = reading.get("window_left", -1), reading.get("softcap", 0.0)
     q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
+    k, v = (t.expand(q.shape[0], -1, -1) if t.shape[0] == 1
+            else t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1],
                                                                             device=q.device)
@@ -50,10 +53,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
     seen = (j <= i) if causal else torch.ones_like(i + j, dtype=torch.bool)
     seen = seen & (j >= i - window) if window >= 0 else seen
     scores = q @ k.transpose(1, 2) * scale
-    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~seen, -math.inf)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    if slopes is not None:
+        scores = scores - slopes.float()[:, None, None] * (i - j).abs()
+    scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
-    out = (F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale) if not cap
-           else scores.softmax(-1) @ v)
+    out = (F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+           if not cap and slopes is None else scores.softmax(-1) @ v)
     out = out.masked_fill(lse.isinf()[..., None], 0.0)          # a query that sees no key
     return out.transpose(0, 1), lse.transpose(0, 1)
 
@@ -96,6 +102,23 @@ def _number(x: Inputs, name: str) -> float | None:
     return None if not name else float(x[name])
 
 
+def _limits(answer: Answer, x: Inputs) -> tuple[int, float]:
+    """The window and the cap: an input's, else as it is read."""
+    r, reading = answer.roles, answer.reading
+    window, cap = _number(x, r["window"]), _number(x, r["cap"])
+    return (int(reading.get("window_left", -1) if window is None else window),
+            float(reading.get("softcap", 0.0) if cap is None else cap))
+
+
+def _stored(cache: Tensor, scale: Any) -> Tensor:
+    """What a cache of codes holds; a scale is one number, or one for each head of (..., heads,
+    dim)."""
+    if scale is None:
+        return cache
+    by = torch.as_tensor(scale, dtype=torch.float32, device=cache.device)
+    return cache.float() * (by.reshape(-1, 1) if by.numel() > 1 else by)
+
+
 def _count(x: Inputs, table: Any) -> int:
     return len(x[table.table]) if table.table else len(x[table.indptr]) - 1
 
@@ -106,14 +129,16 @@ def _paged(answer: Answer, x: Inputs) -> Outputs:
     if r["layout"] == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     size, q = k.shape[1], x[r["query"]]
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    k, v = (_stored(t.flatten(0, 1), x.get(r[scale])) for t, scale in (
+        (k, "k_scale"), (v, "v_scale")))
+    window, cap = _limits(answer, x)
     causal = answer.reading.get("is_causal", True)
 
     def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         for row in range(_count(x, table)):
             where, mine = _rows(x, r["starts"], row), _tokens(table, x, size, row)
             yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]),
-                                 answer.reading)
+                                 window, cap)
 
     return _spread(answer, len(q), parts(), q)
 
@@ -128,7 +153,7 @@ def _latent(answer: Answer, x: Inputs,
     k = torch.cat((v, kpe.flatten(0, 1)[:, None]), -1)
     causal = answer.reading.get("is_causal", False)
     return _spread(answer, len(q),
-                   ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"]), {}))
+                   ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"])))
                     for w, mine in sequences(size)), q)
 
 
@@ -148,12 +173,13 @@ def _ragged(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
     q, k, v = (x[r[name]] for name in ("query", "key", "value"))
     causal = answer.reading.get("is_causal", True)
+    window, cap = _limits(answer, x)
 
     def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         for row in range(len(x[r["starts"]]) - 1):
             where, mine = _rows(x, r["starts"], row), _rows(x, r["starts_k"], row)
             yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]),
-                                 answer.reading)
+                                 window, cap, x.get(r["slopes"]))
 
     return _spread(answer, len(q), parts(), q)
 
@@ -170,7 +196,8 @@ def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
 
 def _gemm(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
-    a, b = x[r["a"]].float(), x[r["b"]].float()
+    a, b = (_values(x[r[n]], _scales(x, r[f"{n}_scale"], n == "a" and r["a_transposed"]))
+            for n in ("a", "b"))
     weight = b.transpose(-1, -2) if r["transposed"] else b
     product = a @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(a, weight)
     return {r["out"]: product + x[r["bias"]].float() if r["bias"] else product}
@@ -198,6 +225,11 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
 
 # Mixtures of experts, token by token.
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu,
+    "geglu_tanh": lambda t: F.gelu(t, approximate="tanh")}
+
+
 def _moe(answer: Answer, x: Inputs) -> Outputs:
     r, reading = answer.roles, answer.reading
     ids, weights = _chosen(r, reading, x)
@@ -212,7 +244,8 @@ def _moe(answer: Answer, x: Inputs) -> Outputs:
         up, gate = (half * by for half, by in zip(_halves(r, reading, x, expert, token),
                                                   _factors(r, x, expert)))
         down = _weights(r, x, r["second"], r["second_scale"], expert)
-        result = down @ (F.silu(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"]
+        act = _ACTIVATIONS[reading.get("activation", "swiglu")]
+        result = down @ (act(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"]
                                                else 1.0)
         out[t] += result if reading["weight_on"] == "input" else result * weight
     return {r["out"]: out}
@@ -270,12 +303,21 @@ def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int
 def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
     """Stored numbers times their scales, each for an equal part of rows and columns."""
     values = stored.float()
-    if scales is None or not scales.dim():
-        return values if scales is None else values * scales
-    by = scales.float()
+    if scales is None or scales.numel() == 1:
+        return values if scales is None else values * scales.reshape(())
+    by = scales.float().reshape(*scales.shape, *(1,) * (values.dim() - scales.dim()))
     for axis, size in enumerate(values.shape):
-        by = by.repeat_interleave(size // by.shape[axis], axis)
+        count = by.shape[axis]
+        block = BLOCK if -(-size // BLOCK) == count else -(-size // count)
+        by = by.repeat_interleave(block, axis).narrow(axis, 0, size)
     return values * by
+
+
+def _scales(x: Inputs, name: str, transposed: bool) -> Tensor | None:
+    if not name:
+        return None
+    scales = torch.as_tensor(x[name])
+    return scales.T if transposed else scales
 
 
 def _sglang_moe(answer: Answer, x: Inputs) -> Outputs:
@@ -284,7 +326,8 @@ def _sglang_moe(answer: Answer, x: Inputs) -> Outputs:
     runner = importlib.import_module("sglang.srt.layers.moe.moe_runner")
     routing = importlib.import_module("sglang.srt.layers.moe.topk")
     r, reading = answer.roles, answer.reading
-    if reading["weight_on"] == "input" or r["up_scale"] or r["out_scale"]:
+    if reading["weight_on"] == "input" or r["up_scale"] or r["out_scale"] \
+            or reading.get("activation", "swiglu") != "swiglu":
         raise NotImplementedError("sglang is asked for neither weights on the input nor scales of "
                                   "results")
     ids, weights = _chosen(r, reading, x)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec.errors import DataError
+from ....spec.errors import DataError
+from ..dataset import dataset_root, inside
+from ..definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from ..exports import case_inputs
+from ..readings import skips, small_numbers
 from . import drawn as kinds
 from .constraints import solved, violated
-from .dataset import dataset_root, inside
-from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
-from .exports import case_inputs
-from .readings import skips, small_numbers
 from .sequences import QUERY, SIZES, Plan, Sequences
 
 # bytes from which the experts of a weight share their storage
@@ -98,7 +98,8 @@ class _Maker(Sequences):
             self.sizes.setdefault(axis, _FREE.get(axis, self._pool(axis) or self.size.rows))
         self._solve()
         self._refuse_huge()
-        return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
+        return kinds.between_tokens({name: self._value(name, spec, plan)
+                                     for name, spec in self.d.inputs.items()})
 
     def _pool(self, axis: str) -> int:
         """Size of what an index points into: states of which one is unused, tokens of which more
@@ -162,12 +163,18 @@ class _Maker(Sequences):
         if "routed_scaling" in low:
             return 2.5
         if "cap" in low or "theta" in low:
-            return 30.0 if "cap" in low else 1e4
+            return 5.0 if "cap" in low else 1e4        # a cap that logits come near to
         if "scale" in low and not re.search(r"(^|_)[kv]_?scale", low):
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
                     if s.floating and s.shape and QUERY.search(n)]
-            return 0.9 / math.sqrt(sum(dims) or 1)     # no default: it must be read
-        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
+            # no default, and no other scale: it must be read
+            return 0.9 * self._place(name) / math.sqrt(sum(dims) or 1)
+        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5 * self._place(name))
+
+    def _place(self, name: str) -> float:
+        """A factor that tells a scalar from those before it: 1, 1.4, 1.8."""
+        scalars = [n for n, s in self.d.inputs.items() if s.shape is None and s.floating]
+        return 1.0 + 0.4 * scalars.index(name)
 
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         low, dtype = name.lower(), spec.dtype
@@ -181,13 +188,16 @@ class _Maker(Sequences):
                 probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
             return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
-            return self._rows(shape, (0.0, 0.9, kinds.NUCLEUS, 1.0, 0.3))
+            least = 0.0 if kinds.guards_zero(self.d) else 1e-6
+            return self._rows(shape, (least, 0.9, kinds.NUCLEUS, 1.0, 0.3))
+        if re.match("uniforms?(_|$)", low):
+            return torch.rand(shape, generator=self.gen)
         if "min_p" in low or "temperature" in low:
             return self._rows(shape, (0.1, 0.5, 0.02))
         if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
             return kinds.angles(low, shape).to(getattr(torch, dtype))
         if "logits" in low:
-            drawn = self._distinct(shape)
+            drawn = self._distinct(shape, getattr(torch, dtype).itemsize < 4)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
                 drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
             return drawn.to(getattr(torch, dtype))
@@ -211,6 +221,8 @@ class _Maker(Sequences):
         by = 1 / math.sqrt(max(shape[-1], 1)) if summed else 1.0
         if "topk_weights" in low or "routing_weights" in low:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
+        if QUERY.search(low):
+            by *= kinds.towards_cap(self.d)
         drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
         if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
             # a mean that is not zero: RMSNorm does not subtract it
@@ -255,15 +267,21 @@ class _Maker(Sequences):
             return torch.randn(shape, generator=self.gen)
         return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
 
-    def _distinct(self, shape: tuple[int, ...]) -> Tensor:
-        """Rows without equal values, also when rounded: the order of equals is undefined."""
+    def _distinct(self, shape: tuple[int, ...], narrow: bool) -> Tensor:
+        """Rows without equal values, also when rounded: the order of equals is undefined. 16 bits
+        have too few values for a vocabulary, then the largest differ and the others are small."""
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
+        if narrow and shape[-1] > 1024:
+            line = torch.linspace(-16.0, -4.0, shape[-1])
+            line[-64:] = torch.arange(1, 65) / 16
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
                 for _ in range(math.prod(shape[:-1]))]
         for row, column in zip(rows, (-1, 0)):   # the last and the first come to be chosen too
             top = int(row.argmax())
             row[[top, column]] = row[[column, top]]
+        for row, parts in zip(rows[2:], (4, 8)):
+            kinds.apart_in_groups(row, parts)
         return torch.stack(rows).view(shape) if rows else torch.empty(shape)
 
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
@@ -283,7 +301,7 @@ class _Maker(Sequences):
         if plan is not None and _LENGTHS.search(low):
             return torch.tensor(plan.keys)
         if "top_k" in low or low == "k":
-            return self._rows(shape, (1, 20, 0, 2, 3))
+            return self._rows(shape, (1, 20, 0 if kinds.guards_zero(self.d) else 5, 2, 3))
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):
@@ -298,6 +316,8 @@ class _Maker(Sequences):
                 :math.prod(shape)].view(shape) % pool
             if kinds.padded_slots(self.d) and len(slots) > 2:
                 slots[1] = -1                  # padding, which the reference leaves out
+            if slots.numel() and not bool((slots == 0).any()):
+                slots.view(-1)[0] = 0          # the first slot is one like any other
             return slots
         if low.endswith(("indices", "ids")):
             return self._pick(shape)
@@ -314,6 +334,7 @@ class _Maker(Sequences):
         used = sum(plan.pages)
         ids = torch.randperm(pool, generator=self.gen)[:used] if pool >= used else \
             torch.randint(0, max(pool, 1), (used,), generator=self.gen)
+        ids = kinds.out_of_order(ids, plan.pages)
         if name == self.page_ids:
             return ids.view(shape)
         table, start = torch.zeros(shape, dtype=torch.int64), 0

@@ -4,14 +4,17 @@ with an edge, the lengths of sequences, the tokens that a query sees.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .definition import Definition
-from .readings import skips
+from ..definition import Definition
+from ..readings import skips
+from ..statements import softcap
 
 # Shares of the likeliest tokens of a row, and a top_p just beyond three of them: a filter that
 # takes it for less loses the fourth, which comes often. They differ much: powers of them show.
@@ -20,6 +23,8 @@ PEAKS, ROW, NUCLEUS = (0.5, 0.1, 0.05, 0.048, 0.04, 0.03), 2, 0.6565
 # length, which references go through token by token.
 MANY, UNSEEN, SHARED = 9, 5, 8
 SOME = 256                                     # tokens that a query chooses of many
+MAX_EXPERTS = 1024                             # more logits are those of a vocabulary
+MAX_LOGITS = 6.0                               # standard deviation of logits below a cap
 MAX_WINDOW = 4096                              # keys that are drawn to exceed one
 
 
@@ -44,6 +49,29 @@ def with_peaks(probs: Tensor) -> Tensor:
     return torch.cat((probs[:ROW], row[None], probs[ROW + 1:]))
 
 
+def guards_zero(definition: Definition) -> bool:
+    """Does the reference compare something with zero? One that does not says nothing of a filter
+    that is zero."""
+    return any(isinstance(part, ast.Constant) and part.value in (0, 1) and part.value is not True
+               for node in ast.walk(ast.parse(definition.reference))
+               if isinstance(node, ast.Compare) for part in (node.left, *node.comparators))
+
+
+def between_tokens(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inputs with uniform numbers in the middle of a token's share, where they draw
+    from probabilities alone: on the edge between two tokens rounding decides."""
+    probs = inputs.get("probs")
+    name = next((n for n in inputs if re.match("uniforms?(_|$)", n.lower())), "")
+    if not name or not isinstance(probs, Tensor) or len(inputs) > 2:
+        return inputs
+    upper = probs.double().cumsum(-1)
+    edges = (upper - probs.double() / 2) / upper[:, -1:]
+    drawn = inputs[name].double().reshape(-1, len(probs)).T.contiguous()
+    nearest = torch.searchsorted(edges, drawn).clamp(max=probs.shape[1] - 1)
+    middle = edges.gather(1, nearest).T.reshape(inputs[name].shape)
+    return {**inputs, name: middle.to(inputs[name].dtype)}
+
+
 def signed(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     """Returns factors of both signs, none of which is near zero or, on the whole, near one."""
     sizes = torch.rand(shape, generator=gen) * 1.6 + 0.3
@@ -56,12 +84,40 @@ def apart(n: int, gen: torch.Generator) -> Tensor:
     return torch.linspace(-0.5, 0.5, n)[torch.randperm(n, generator=gen)]
 
 
+def apart_in_groups(row: Tensor, groups: int) -> None:
+    """Gives half of the groups of a row one large logit each, the others two that are less: the
+    best of a group and the sum of its best two choose otherwise."""
+    width = len(row) // groups
+    if width < 2 or len(row) % groups or len(row) > MAX_EXPERTS:
+        return
+    row.copy_(row.argsort().argsort() / len(row) * 3 - 2)
+    for group in range(groups):
+        at = group * width
+        if group < groups // 2:
+            row[at] = 3.0 - group / 32
+        else:
+            row[at:at + 2] = 2.78125 - torch.arange(2 * group, 2 * group + 2) / 64
+
+
 def many_queries(queries: list[int]) -> None:
     """Gives one sequence, not the first, many queries: a mask that is off by a row differs from the
-    right one and from none only where there are some."""
+    right one and from none only where there are some. The first, which is long, has a few."""
     if queries:
+        queries[0] = max(queries[0], 3)
         at = min(2, len(queries) - 1)
         queries[at] = max(queries[at], MANY)
+
+
+def out_of_order(ids: Tensor, counts: list[int]) -> Tensor:
+    """Returns the pages so that the last of each sequence has a lower number than its first: their
+    order in memory is not that of the tokens."""
+    ids, start = ids.clone(), 0
+    for count in counts:
+        first, last = start, start + count - 1
+        if count > 1 and ids[first] < ids[last]:
+            ids[[first, last]] = ids[[last, first]]
+        start += count
+    return ids
 
 
 def window(definition: Definition) -> int:
@@ -70,6 +126,13 @@ def window(definition: Definition) -> int:
     text = f"{definition.description} {definition.reference}".lower()
     written = [int(n) for n in re.findall(r"(?:window|sliding)[^\d\n]{0,40}?(\d+)", text)]
     return max([n for n in (*axes, *written) if n <= MAX_WINDOW], default=0)
+
+
+def towards_cap(definition: Definition) -> float:
+    """A factor of queries with which logits come so near to a constant cap that it shows."""
+    caps = softcap(definition)[1] if "soft" in definition.reference.lower() or re.search(
+        "tanh|soft[ _-]?cap", f"{definition.name} {definition.description}".lower()) else ()
+    return max(1.0, min(max(caps, default=0.0) / 4, MAX_LOGITS))
 
 
 def treats_unseen(definition: Definition) -> bool:

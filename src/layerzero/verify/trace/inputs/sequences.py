@@ -1,8 +1,8 @@
 """The sequences of a call: how many there are, how many queries and keys each has.
 
 Lengths differ, so that an offset of the wrong sequence shows. Of the small ones the first has more
-keys than a window or a tile, the second none where the reference says what that gives, the third
-more queries than a tile, the last more queries than keys where that means something.
+queries than keys where that means something, the second no keys where the reference says what that
+gives, the third more queries than a tile, the last more keys than a window or a tile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...spec.errors import DataError
+from ....spec.errors import DataError
+from ..definition import Definition
+from ..readings import chunk_size, skips
 from . import drawn as kinds
 from .constraints import total_axis
-from .definition import Definition
-from .readings import chunk_size, skips
 
 MAX_SEQUENCES = 1 << 20
 LONG = 140                                     # keys of one of the small sequences
@@ -86,9 +86,9 @@ class Sequences:
         else:
             counts = self._counts(queries, total_k)
             if len(counts) > 2 and free and small and (paged or by_query):
+                counts[2] = max(counts[2], 2)          # with a last page that is partly used
                 if skips(self.d):
                     counts[1] = 0              # which the reference leaves out
-                    counts[2] = max(counts[2], 2)      # with a last page that is partly used
                 unseen = (bool(by_query) and total_q not in self.sizes
                           and self._unseen(queries, counts))
         pages = counts if paged else []
@@ -96,6 +96,9 @@ class Sequences:
                 ] if paged else list(counts)
         if unseen:
             keys[-1] = min(keys[-1], kinds.UNSEEN - 3)
+        if len(keys) > 2 and small and free and total_q not in self.sizes:
+            for lengths in {id(part): part for part in (queries, counts, keys)}.values():
+                lengths[0], lengths[-1] = lengths[-1], lengths[0]  # the longest is not the first
         for axis, amount in ((total_q, sum(queries)), (total_k, sum(counts))):
             if axis in self.d.var_axes:
                 self.sizes.setdefault(axis, amount)

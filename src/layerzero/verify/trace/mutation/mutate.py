@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.errors import DataError
-from .answers import draws
-from .answers.answer import Answer
-from .answers.frequencies import drawn_often
-from .answers.lookup import answers
-from .answers.references import Ran, References
-from .answers.truths import truths
-from .definition import Definition
-from .inputs import generate
-from .mutation import Mutant, mutants
-from .readings import Unmapped
-from .run import Limits, compare_outputs, in_float64, judge_draws, verify
-from .scaling import CannotScale, scaled, too_large
+from ....machine.faults import FAULTS
+from ....spec.errors import DataError
+from ..answers import draws
+from ..answers.answer import Answer
+from ..answers.frequencies import drawn_often
+from ..answers.lookup import answers
+from ..answers.references import Ran, References
+from ..answers.truths import truths
+from ..definition import Definition
+from ..inputs.generation import generate
+from ..readings import Unmapped
+from ..run import Limits, compare_outputs, in_float64, judge_draws, verify
+from ..scaling import CannotScale, scaled, too_large
+from .mutants import Mutant, mutants
 
 ENOUGH = 1 << 22                               # bytes of fixed inputs: each mutant reads them
 DRAWN = (0, 1)                                 # seeds: what survives the first meets the second

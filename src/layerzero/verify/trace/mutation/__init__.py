@@ -1,0 +1,1 @@
+"""Wrong references: made by changing right ones, and whether the check notices."""

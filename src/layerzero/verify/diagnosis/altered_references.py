@@ -100,6 +100,13 @@ def _is_constant(op: Op, alter: Any, altered: tuple[Any, ...], other: dict[str, 
         isinstance(t, Tensor) and torch.equal(t, u) for t, u in zip(altered, again))
 
 
+def _meaning(op: Op, value: Any) -> str:
+    """Returns what an argument is about that no name tells: of a draw the weights, or how rows of
+    integers are read."""
+    indices = isinstance(value, Tensor) and not value.is_floating_point()
+    return "distribution" if op.family == "sampling" and not indices else "convention"
+
+
 def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
     """Yields what any adapter may do with an optional argument: ignore it, or read its first row
     for all."""
@@ -109,7 +116,7 @@ def _undeclared(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
         if p.required or p.name == op.variant or (not isinstance(value, Tensor)
                                                   and value == p.default):
             continue
-        kind = class_of(p.name, "distribution" if op.family == "sampling" else "convention")
+        kind = class_of(p.name, _meaning(op, value))
         if not any(p.name in words and "left out" in words for words in declared):
             yield Mistake(kind, f"{p.name} ignored",
                           lambda op, v, p=p: {**v, p.name: p.default})  # type: ignore[misc]
@@ -134,7 +141,8 @@ def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
     alone or of all tables at once, a square one transposed, codes of a byte as another type."""
     def kind(name: str) -> str:
         other = next((k for part, k in _CLASS_OF_TENSOR if part in name), "convention")
-        return "distribution" if op.family == "sampling" else class_of(name, other)
+        by_name = _meaning(op, values[name]) == "convention"
+        return class_of(name, other) if by_name else "distribution"
 
     tables = [p.name for p in op.params if isinstance(values[p.name], Tensor)
               and p.name not in (op.main_tensor, *op.same_dtype)]

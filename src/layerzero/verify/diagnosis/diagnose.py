@@ -85,14 +85,23 @@ class Diagnosis:
         return f"{self.kind}: {self.says}{where}. What to do: {self.advice}"
 
 
+OUTRIGHT = {"fault", "shape"}                  # complaints about a call that gives no numbers
+
+
 def diagnose(kernel: Kernel, results: Sequence[CaseResult],
              device: str = "cpu") -> Diagnosis | None:
     """Returns the diagnosis; None if nothing failed."""
     failed = [r for r in results if r.status == "failed"]
     if not failed:
         return None
-    where = failing_conditions(kernel.op, results, device)
+    # of two faults the one that gives wrong numbers: what raises is noticed, and another serves
+    outright = [r for r in failed if r.kinds and set(r.kinds) <= OUTRIGHT]
+    failed = [r for r in failed if r not in outright] or failed
+    others = [r for r in results if r not in outright or r in failed]
+    where = failing_conditions(kernel.op, others, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kind, says = explain(Evidence(kernel, failed, results, device, where))
+        kind, says = explain(Evidence(kernel, failed, others, device, where))
+    if len(others) < len(results):
+        says += f"; besides, {len(outright)} calls fail outright: {outright[0].detail}"
     return Diagnosis(kind, says, where)

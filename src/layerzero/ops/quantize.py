@@ -143,6 +143,8 @@ def inputs(
         names = ["scales", *([] if symmetric else ["zeros"]),
                  *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})
+        if special == "halves":                # halfway between codes of these scales too
+            values["scales"] = torch.ones_like(values["scales"])
     return values
 
 
@@ -150,7 +152,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f} for f in FORMATS),
     *({"format": f, "width": 37, "rows": (2, 3)} for f in FORMATS),
     *({"format": f, "special": s} for f in FORMATS for s in ("zeros", "broken")),
-    *({"format": f, "special": "halves"} for f in ("int8", "int4")),
+    *({"format": f, "special": "halves", "given": g} for f in ("int8", "int4")
+      for g in (False, True)),
     *({"format": f, "given": True} for f in ("int8", "fp8_e4m3", "mxfp4", "nvfp4")),
     *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4")
       for g in ("tensor", "block")),

@@ -38,6 +38,7 @@ from .reruns import (
     is_wrong_when_recording,
 )
 from .rounding_reruns import (
+    errors_are_others,
     is_rounded,
     is_rounding,
     is_slight,
@@ -364,8 +365,11 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     ratios = [r.ratio for r in e.forward if "error" in r.kinds]
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
-    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight) \
-            or not e.ask(is_rounding):
+    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight):
+        return None
+    # a part of each row may be rounded alone
+    if not e.ask(is_rounding) and not (e.is_right_when_wide and e.is_slight
+                                       and e.ask(errors_are_others)):
         return None
     excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
               else "other codes")

@@ -292,7 +292,7 @@ CAUSES = (
           ({"heads": 2, "sq": 1, "sk": 3000, "align": "bottom_right"},),
           dtypes=("float32", "float16")),
     Cause("ids that are not sorted", EMBEDDING, always(ids_taken_for_sorted), "convention",
-          ({"shape": (1,)}, {"shape": (2, 9)}, {"shape": (3, 40)})),
+          ({"shape": (1,)}, {"shape": (2, 9)}, {"shape": (3, 40)}), sure=True),
     Cause("a weight of an earlier call, of wide rows", RMS_NORM, first_wide_weight_kept,
           "state, stale cache", (*widths(64, 100, 1024, 1024), {"rows": (5,), "hidden": 1024}),
           (ChangedInPlace(),), sure=True),

@@ -94,12 +94,14 @@ def _apart(x: Tensor, size: float) -> Iterator[Tensor]:
 
 
 def _moved(x: Tensor, size: float) -> Iterator[Tensor]:
-    """Yields the numbers moved by so little: away from zero, towards it, and at random."""
-    unit = x.abs().clamp(min=1e-3)
+    """Yields the numbers moved by so little: away from zero and towards it, but for the largest of
+    a row, which makes its scale, and at random."""
+    unit = x.abs()
+    smaller = (unit < unit.amax(-1, keepdim=True)).to(x)
     draw = torch.Generator().manual_seed(0)
-    signs = (torch.randint(0, 2, (6, *x.shape), generator=draw) * 2 - 1).to(x)
-    yield from (x + sign * size * x for sign in (1.0, -1.0))
-    yield from (x + sign * size * unit for sign in signs)
+    signs = (torch.randint(0, 2, (12, *x.shape), generator=draw) * 2 - 1).to(x)
+    yield from (x + size * x * by for by in (smaller, -smaller))
+    yield from (x + size * unit.clamp(min=1e-3) * by for by in signs)
 
 
 def _is_one_of(got: Tensor, others: Sequence[Tensor]) -> bool:

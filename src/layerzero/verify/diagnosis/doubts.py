@@ -4,17 +4,17 @@ changes this one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..cases.generated import Case, if_allowed
+from ..cases.generated import Case
 from ..kernel.contract import CaseResult, case_facts, case_refusals, case_values
 from .kept_reruns import is_wrong_in_turn
+from .order_reruns import argument_in_order
 from .reruns import is_right, sample_failures
 from .rounding_reruns import errors_come_again
 from .size_reruns import SEEDS, Reruns, Sized, sizes_of
@@ -69,23 +69,8 @@ def _scaled(op: Op, values: Values, factor: float) -> Values | None:
 
 
 def _by_order(kernel: Kernel, r: CaseResult, values: Values) -> str:
-    """Is it right with the same integers sorted, or the same rows of them in order?"""
-    for name, t in values.items():
-        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64) or t.numel() < 2:
-            continue
-        for ordered in _in_order(t):
-            other = None if torch.equal(ordered, t) else if_allowed(
-                kernel.op, {**values, name: ordered})
-            if other is not None and is_right(kernel, other, r.dtype):
-                return f"the same call is right with {name} in order"
-    return ""
-
-
-def _in_order(t: Tensor) -> Iterator[Tensor]:
-    yield t.sort(-1).values
-    if t.dim() > 1:
-        first = t.reshape(t.shape[0], -1)[:, 0]
-        yield t[first.argsort(stable=True)]
+    name = argument_in_order(kernel, values, r.dtype)
+    return name and f"the same call is right with {name} in order"
 
 
 def _by_other_sizes(reruns: Reruns, r: CaseResult, device: str) -> str:

@@ -28,6 +28,7 @@ from .evidence import Evidence, Explanation
 from .head_maps import explain_by_heads
 from .kept_reruns import explain_by_earlier_contents
 from .memory_reruns import explain_by_memory
+from .order_reruns import explain_by_order
 from .reruns import (
     fails_again,
     is_right_when_contiguous,
@@ -37,6 +38,7 @@ from .reruns import (
     is_wrong_when_recording,
 )
 from .rounding_reruns import (
+    errors_are_others,
     is_rounded,
     is_rounding,
     is_slight,
@@ -271,6 +273,11 @@ def _by_boundaries(e: Evidence) -> Explanation | None:
             else explain_by_boundaries(e.kernel, e.forward, e.device))
 
 
+def _by_order(e: Evidence) -> Explanation | None:
+    return (None if e.op.family == "sampling"
+            else explain_by_order(e.kernel, e.forward, e.device))
+
+
 def _by_factor(e: Evidence) -> Explanation | None:
     # where some cases pass it is one of something else
     passes = any(r.passed and not r.circumstance for r in e.results)
@@ -358,8 +365,11 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     ratios = [r.ratio for r in e.forward if "error" in r.kinds]
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
-    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight) \
-            or not e.ask(is_rounding):
+    if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight):
+        return None
+    # a part of each row may be rounded alone
+    if not e.ask(is_rounding) and not (e.is_right_when_wide and e.is_slight
+                                       and e.ask(errors_are_others)):
         return None
     excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
               else "other codes")
@@ -389,9 +399,9 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
     _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
     _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
-    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_fact, _by_smaller_calls,
-    _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding, _by_sizes, _by_draws,
-    _by_factor, _by_shortness, _by_neighbours)
+    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order, _by_fact,
+    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
+    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

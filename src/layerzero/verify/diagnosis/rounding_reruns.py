@@ -4,7 +4,7 @@ other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,36 +165,44 @@ def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> boo
 def errors_come_again(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are errors of sampled failing calls nearly the same with numbers that differ by a little more
     than the errors? Roundings are others then; what is left out or counted twice is the same."""
+    alike = _likenesses(kernel, failed, device)
+    return bool(alike) and min(alike) > 0.7
+
+
+def errors_are_others(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Have they nothing to do with each other then, as roundings?"""
+    alike = _likenesses(kernel, failed, device)
+    return bool(alike) and max(alike) < 0.4
+
+
+def _likenesses(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[float]:
+    """Returns the cosines between the errors of sampled calls and of three near each."""
     sample = sample_failures([r for r in failed if not r.circumstance], 2)
-    known = [again for r in sample if (again := _error_comes_again(kernel, r, device)) is not None]
-    return bool(known) and all(known)
+    return [cosine for r in sample for cosine in _cosines(kernel, r, device)]
 
 
-def _error_comes_again(kernel: Kernel, r: CaseResult, device: str) -> bool | None:
-    """None where there is nothing to compare."""
+def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:
+    """Yields none where there is nothing to compare."""
     values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
     first = _first_error(kernel, values)
     if first is None:
-        return None
+        return
     error, size = first
-    step = min(max(4 * float(error.norm() / size.norm().clamp(min=1e-300)), 2.0 ** -20), 0.05)
+    least = max(4 * torch.finfo(getattr(torch, r.dtype)).eps, 2.0 ** -20)
+    step = max(min(4 * float(error.norm() / size.norm().clamp(min=1e-300)), 0.05), least)
     draw = torch.Generator().manual_seed(r.seed)
 
     def near(t: Tensor) -> Tensor:
         noise = torch.randn(t.shape, generator=draw, dtype=torch.float64).to(t.device)
         return (t.double() * (1 + step * noise)).to(t.dtype)
 
-    alike = 0
     for _ in range(3):
         moved = {n: near(v) if isinstance(v, Tensor) and v.is_floating_point()
                  and v.dtype.itemsize > 1 else v for n, v in values.items()}
         again = _first_error(kernel, moved)
-        if again is None:
-            return None
-        cosine = torch.nn.functional.cosine_similarity(error.reshape(-1), again[0].reshape(-1),
-                                                       dim=0)
-        alike += float(cosine) > 0.7
-    return alike == 3
+        if again is not None and again[0].shape == error.shape:
+            yield float(torch.nn.functional.cosine_similarity(error.reshape(-1),
+                                                              again[0].reshape(-1), dim=0))
 
 
 def _first_error(kernel: Kernel, values: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

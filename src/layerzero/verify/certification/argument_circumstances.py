@@ -469,14 +469,15 @@ def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
 def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                     seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each optional tensor the first of the op's own cases that can do with it alone,
-    and the first that can do without it alone, of each set of tensors that are given together."""
-    op, seen = kernel.op, set[tuple[str, frozenset[str]]]()
+    and the first that can do without it alone, of each set of tensors that are given together and
+    of each number of dimensions of the main one."""
+    op, seen = kernel.op, set[tuple[str, frozenset[str], int]]()
     circumstances = [c for c in argument_circumstances(op) if isinstance(c, WithoutOthers)]
     for case, dtype in cells if circumstances else ():
         values = case_values(op, case, dtype, device, seed)
         together = frozenset(n for n in optional_tensors(op) if isinstance(values[n], Tensor))
         for circumstance in circumstances:
-            key = circumstance.name, together
+            key = circumstance.name, together, values[op.main_tensor].dim()
             shortened = None if key in seen else circumstance.shortened(op, values)
             if (shortened is not None and _takes(kernel, shortened)
                     and circumstance.alter(op, values) is not None):

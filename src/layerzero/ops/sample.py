@@ -147,7 +147,7 @@ def inputs(
     elif special == "infinite":
         logits[:, 1], logits[:, -1] = torch.inf, torch.inf
     elif special == "tail":                    # as likely together as what float32 adds to 1
-        logits[:], logits[:, 0] = -15.0, 0.0
+        logits[:], logits[:, 0] = -16.5, 0.0
     elif special in ("equal", "halves"):       # 2^n tokens, so that their sums are exact
         logits[:], top_k = -torch.inf, _power_of_two(top_k)
         logits[:, -_power_of_two(vocab):] = 0.0
@@ -182,7 +182,7 @@ def inputs(
     if random == "edges":                    # 0, and the last number before 1
         arguments["uniforms"] = torch.arange(batch, device=device) // 2 % 2 * (1 - 2.0 ** -24)
     elif random == "last":                     # among the unlikely ones, between two of them
-        tail = (vocab - 1) * math.exp(-15.0)
+        tail = (vocab - 1) * math.exp(-16.5)
         places = 1 + torch.randint(0, vocab // 2, (batch,), generator=gen, dtype=torch.float64) * 2
         arguments["uniforms"] = ((1 + tail * places / (2 * vocab - 2)) / (1 + tail)).to(device)
     elif random == "sixteenths":

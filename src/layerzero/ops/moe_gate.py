@@ -76,7 +76,6 @@ CASES: tuple[dict[str, Any], ...] = (
                                       "scoring": "sigmoid"},
     {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid",
      "scale": 2.5},
-    {"experts": 8, "n_group": 8, "topk_group": 3, "top_k": 2},
     {"n_group": 16, "topk_group": 5}, {"n_group": 16, "topk_group": 5, "bias": True},
     *({"special": s} for s in ("ties", "equal", "extreme", "masked")),
     *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked")),

@@ -103,6 +103,7 @@ TREES: dict[str, tuple[int, ...]] = {
     "two_by_two": (-1, -1, 0, 0, 1, 1), "chain": (-1, 0, 1, 2), "fan": (-1, -1, -1, -1, -1),
     "none": (), "one": (-1,), "mixed": (-1, 0, -1, 0, 1, 1, 2, 4, 4, 7),
     "disordered": (-1, 3, 0, -1, 2, 9),
+    "long": tuple(range(-1, 11)),
     "forty": tuple(max((i - 2) // 2, -1) for i in range(40)),      # two children each
 }
 
@@ -160,7 +161,7 @@ def inputs(
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
-    {"tree": "chain", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
+    {"tree": "long", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
     {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
     {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},

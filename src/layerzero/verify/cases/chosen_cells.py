@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...spec.op import Op
-from ..kernel.contract import case_tensors
+from ..kernel.contract import case_outline, case_tensors, results_of
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 
@@ -21,14 +21,19 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
         tensors = case_tensors(op, cell[0], cell[1], device, seed)
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
-            flat = (main is None or main.dim() < 2 or min(main.shape) < 2
-                    or main.shape[-1] < 16)    # where vectors are not used
+            flat = (main is None or (min(main.shape) < 2 or main.shape[-1] < 16  # no vectors
+                                     if main.dim() > 1 else _has_few_results(op, cell, seed)))
             ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
                            len(ranked), frozenset((n, f"{t.dtype} {t.dim()}")
                                                   for n, t in tensors.items()), cell))
         if len(ranked) == 48:
             break
     return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
+
+
+def _has_few_results(op: Op, cell: Cell, seed: int) -> bool:
+    results = results_of(op.meta(**case_outline(op, *cell, seed=seed)))
+    return sum(t.numel() for t in results) < 32
 
 
 def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,

@@ -35,7 +35,7 @@ from ..kernel.guarded import with_layout
 from ..kernel.judging import same
 from ..kernel.shared import fingerprint
 from .grad_circumstances import long_sum_checks
-from .row_circumstances import LoudEnds, MemoryOrder, Shifted, ZeroRows, if_finite
+from .row_circumstances import LoudEnds, MemoryOrder, Narrowed, Shifted, ZeroRows, if_finite
 from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
@@ -449,8 +449,9 @@ def _shows(op: Op, values: dict[str, Any], circumstance: Circumstance) -> bool:
 
 def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
                    seed: int) -> Iterator[tuple[Cell, Circumstance]]:
-    """Yields each tensor without its first or last column, in the first call of each number of its
-    dimensions; and where it has most of them, with every two but the last exchanged in memory."""
+    """Yields each tensor without its first or last column, and with one part for all where it may
+    be broadcast, in the first call of each number of its dimensions; and where it has most of
+    them, with every two but the last exchanged in memory."""
     op, ranks = kernel.op, {}                  # type: Op, dict[tuple[str, int], Cell]
     for cell in cells:
         for name, t in case_tensors(op, *cell, device, seed).items():
@@ -458,6 +459,8 @@ def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
                 ranks.setdefault((name, t.dim()), cell)
     for (name, rank), cell in ranks.items():
         yield from ((cell, Shifted(name, first)) for first in (True, False))
+        if any(size.startswith("~") for sizes in op.patterns.values() for size in sizes[name]):
+            yield from ((cell, Narrowed(name, dim)) for dim in range(rank))
         if rank == max(r for n, r in ranks if n == name):
             yield from ((cell, MemoryOrder(name, a, b))
                         for a, b in combinations(range(rank - 1), 2))
@@ -466,14 +469,15 @@ def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
 def _without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
                     seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each optional tensor the first of the op's own cases that can do with it alone,
-    and the first that can do without it alone, of each set of tensors that are given together."""
-    op, seen = kernel.op, set[tuple[str, frozenset[str]]]()
+    and the first that can do without it alone, of each set of tensors that are given together and
+    of each number of dimensions of the main one."""
+    op, seen = kernel.op, set[tuple[str, frozenset[str], int]]()
     circumstances = [c for c in argument_circumstances(op) if isinstance(c, WithoutOthers)]
     for case, dtype in cells if circumstances else ():
         values = case_values(op, case, dtype, device, seed)
         together = frozenset(n for n in optional_tensors(op) if isinstance(values[n], Tensor))
         for circumstance in circumstances:
-            key = circumstance.name, together
+            key = circumstance.name, together, values[op.main_tensor].dim()
             shortened = None if key in seen else circumstance.shortened(op, values)
             if (shortened is not None and _takes(kernel, shortened)
                     and circumstance.alter(op, values) is not None):

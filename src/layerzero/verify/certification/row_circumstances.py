@@ -124,8 +124,13 @@ class OtherSigns(Circumstance):
         if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
                 or not t.numel() or bool((t > 0).any()) == bool((t < 0).any())):
             return None
-        signs = (1 - 2 * (torch.arange(t.numel(), device=t.device) % 2)).flip(0).view(t.shape)
-        return if_finite(op, {**values, self.tensor: t * signs.to(t.dtype)})
+        signs = 2 * (torch.arange(t.numel(), device=t.device) % 2).view(t.shape) - 1
+        allowed = if_allowed(op, {**values, self.tensor: t * signs.to(t.dtype)})
+        if allowed is None:
+            return None
+        with torch.no_grad():                  # what is hidden may be infinite
+            results = eager_results(op, allowed, fingerprint(allowed))
+        return None if any(bool(r.isnan().any()) for r in results) else allowed
 
 
 class Shifted(Circumstance):

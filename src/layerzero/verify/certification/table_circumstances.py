@@ -158,7 +158,8 @@ def _lengthened(values: Mapping[str, Any], table: Table, elements: int,
         memory = _table(t, rows)
         if memory is None:
             return None
-        memory[:len(t)].copy_(t)
+        if every > 1:
+            memory[:len(t)].copy_(t)
         memory[-len(t):].copy_(t)
         longer[name] = memory
     return {**values, **longer, table.indices: _raised(

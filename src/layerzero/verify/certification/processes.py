@@ -126,6 +126,8 @@ def _serve(pipe: Connection[Any, Any], device: str, lane: str,
            seeds: Sequence[int] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)           # an interrupt is for who started it
     torch.set_num_threads(1)
+    # as many compile already: Inductor would start more, which each import torch
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     known = worlds.current().catalog.by_id
     with contextlib.suppress(EOFError, BrokenPipeError):   # who started it is gone
         while wanted := pipe.recv():

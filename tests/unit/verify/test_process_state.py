@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -144,3 +145,31 @@ def test_the_complaint_about_a_kernel_names_the_variable(name, status):
     assert result.status == status, str(result)
     assert (f"the environment ({name}) changed" in str(result)) == (status == "failed")
     assert ("global state" in result.kinds) == (status == "failed")
+
+
+def test_drawn_numbers_of_python_are_named_and_put_back():
+    random.seed(5)
+    random.gauss(0, 1)                         # it keeps a second number for the next call
+    before = random.getstate()
+    assert changes(random.random) == ["the state of Python's random numbers"]
+    assert random.getstate() == before
+    assert changes(lambda: random.gauss(0, 1)) == ["the state of Python's random numbers"]
+    assert random.getstate() == before
+    assert changes(lambda: None) == []
+
+
+def test_drawn_numbers_of_torch_are_named():
+    assert changes(lambda: torch.rand(1)) == ["the state of torch's random numbers"]
+
+
+def test_an_open_file_and_another_signal_handler_are_named():
+    numbers = []
+    assert changes(lambda: numbers.append(os.open(os.devnull, os.O_RDONLY))) == (
+        ["the number of open files"] if sys.platform == "linux" else [])
+    os.close(numbers.pop())
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert changes(lambda: signal.signal(signal.SIGTERM, lambda *_: None)) == [
+            "the interpreter (SIGTERM)"]
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -11,9 +11,18 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.block_sparse_attention import OP as BLOCK_SPARSE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.verify.cases.generated import with_few_items, with_small_sizes
+from layerzero.verify.certification.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.certify import SlowCases
+from layerzero.verify.certification.row_circumstances import LoudEnds, if_finite
 from layerzero.verify.kernel import shared
-from layerzero.verify.kernel.contract import case_values, check_case
+from layerzero.verify.kernel.contract import (
+    AS_DECLARED,
+    accepts_case,
+    case_refusals,
+    case_values,
+    check_case,
+)
+from layerzero.verify.kernel.judging import Expected, judge_result
 from layerzero.verify.kernel.shared import Kept, copy_values, fingerprint
 from layerzero.world import snapshot as worlds
 
@@ -113,3 +122,47 @@ def test_a_smaller_case_keeps_what_it_names() -> None:
         "d": 72, "mask": "bool", "sq": 32, "sk": 32}
     named = {"sq": 5, "sk": 9, "d": 8, "causal": True, "align": "top_left"}
     assert with_small_sizes(ATTENTION, named) is named
+
+
+def _altered(kind: str, t: torch.Tensor) -> torch.Tensor:
+    out = t.clone()
+    if kind == "nan":
+        out.view(-1)[0] = torch.nan
+    return out * 1.5 if kind == "wrong" else out + 1e-6 if kind == "near" else out
+
+
+@pytest.mark.parametrize("kind", ("same", "near", "wrong", "nan"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("infinite", (False, True))
+def test_a_shared_expectation_judges_as_one_of_its_own(kind: str, dtype: str,
+                                                       infinite: bool) -> None:
+    truth = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).double()
+    if infinite:
+        truth[1, 2] = torch.inf
+    eager = truth.to(getattr(torch, dtype))
+    expected = Expected(truth, eager)
+    for out in (eager.clone(), _altered(kind, eager)):     # the first fills what is shared
+        shared_one, own = (judge_result(RMS_NORM, dtype, "result", out, out, truth, eager,
+                                        expected=e) for e in (expected, None))
+        assert shared_one == own
+    assert bool(own.complaints) == (kind in ("wrong", "nan"))
+
+
+def test_only_what_alter_gives_is_known_by_the_name_of_its_circumstance() -> None:
+    assert not ChangedInPart("x").keeps_values
+    assert LoudEnds().keeps_values and AS_DECLARED.keeps_values
+
+
+def test_a_kernel_accepts_a_case_where_it_has_nothing_against_it() -> None:
+    for kernel in worlds.current().catalog.kernels_of("rms_norm"):
+        for case in RMS_NORM.cases:
+            for dtype in RMS_NORM.dtypes:
+                assert accepts_case(kernel, case, dtype) == (
+                    not case_refusals(kernel, case, dtype))
+
+
+def test_whether_a_call_is_allowed_is_asked_again_for_other_contents() -> None:
+    values = case_values(RMS_NORM, {}, "float32")
+    assert if_finite(RMS_NORM, values) is values and if_finite(RMS_NORM, values) is values
+    values["x"][0, 0] = torch.nan
+    assert if_finite(RMS_NORM, values) is None

@@ -18,7 +18,7 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from ..kernel.contract import (
     case_values_to_read,
     eager_results,
 )
-from ..kernel.shared import compute_once, fingerprint
+from ..kernel.shared import Fingerprint, compute_once, fingerprint
 
 Case = Mapping[str, Any]
 
@@ -160,14 +160,27 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
                                 else MAX_FLOPS)]
         candidates.append(ArgumentCase(name, base, donor))
         for candidate in candidates:
-            values = with_argument(op, candidate, dtype)
-            if (values is not None and name in given_arguments(op, values)
-                and takes(read(op, values))):
+            key = ("argument", dtype, name, repr(candidate))
+            facts = compute_once(op, key, partial(_facts_with, op, candidate, dtype), nbytes=0)
+            if facts and takes(facts):
                 taken.add(case_key(base))
-                affects = affects_result(op, values, name)
+                affects = bool(compute_once(op, ("affects", *key), partial(
+                    _affects, op, candidate, dtype), nbytes=0))
                 yield affects, candidate
                 if affects:
                     return
+
+
+def _facts_with(op: Op, candidate: ArgumentCase, dtype: str) -> Mapping[str, Any]:
+    """Returns the facts of a call; none where it is no call or does not give the argument."""
+    values = with_argument(op, candidate, dtype)
+    given = values is not None and candidate.argument in given_arguments(op, values)
+    return read(op, values) if values is not None and given else {}
+
+
+def _affects(op: Op, candidate: ArgumentCase, dtype: str) -> bool:
+    values = with_argument(op, candidate, dtype)
+    return values is not None and affects_result(op, values, candidate.argument)
 
 
 def affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
@@ -205,16 +218,24 @@ def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str =
 
 def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the values if the contract allows such a call, else None."""
-    try:
-        facts = read(op, values)
-        if any(rule.check(facts) is not None for rule in op.requires):
-            return None
-        if op.extra_check is not None:
-            op.extra_check(values, facts)
-        eager_results(op, values, fingerprint(values))
-    except FAULTS:                             # an invalid call may raise anything
-        return None
-    return values
+    return values if is_allowed(op, values, fingerprint(values)) else None
+
+
+def is_allowed(op: Op, values: dict[str, Any], contents: Fingerprint | None) -> bool:
+    """Does the contract allow such a call? It is asked once for the same `contents`."""
+    def compute() -> bool:
+        try:
+            facts = read(op, values)
+            if any(rule.check(facts) is not None for rule in op.requires):
+                return False
+            if op.extra_check is not None:
+                op.extra_check(values, facts)
+            eager_results(op, values, contents)
+        except FAULTS:                         # an invalid call may raise anything
+            return False
+        return True
+
+    return bool(compute_once(op, contents and ("allowed", contents), compute, nbytes=0))
 
 
 def with_small_sizes(op: Op, case: Case, most: int = 32) -> Case:

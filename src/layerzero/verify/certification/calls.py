@@ -21,6 +21,7 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import (
     CaseResult,
+    accepts_case,
     bind_call,
     call,
     case_contents,
@@ -296,13 +297,13 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
     key = case_contents(case, dtype, device, seed)
     try:
         # once for all kernels: what makes no call is not drawn for each of them
-        if (not compute_once(op, ("meets the contract", *key), lambda: _meets_contract(op, case,
-                                                                                       *key[2:]))
-                or case_refusals(kernel, case, dtype, device, seed)):
+        if (not compute_once(op, ("meets the contract", *key), lambda: _meets_contract(
+                op, case, *key[2:]), nbytes=0)
+                or not accepts_case(kernel, case, dtype, device, seed)):
             return None, 0.0
         values = case_values(op, case, dtype, device, seed)
         if not compute_once(op, ("extra check", *key), lambda: _passes_extra_check(
-                op, values, case_facts(op, case, dtype, device, seed))):
+                op, values, case_facts(op, case, dtype, device, seed)), nbytes=0):
             return None, 0.0
         want = eager_results(op, values, key)
     except FAULTS:                             # not every size makes a call

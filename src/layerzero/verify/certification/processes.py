@@ -74,12 +74,14 @@ def _cores() -> int:
 
 
 def _groups(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Returns the kernels of each operation, those with most first; before them all that compile,
+    """Returns the kernels of each operation, those first that take longest: what is left at the
+    end should be short. Arguments are what most checks go through. Before them all that compile,
     which share the time for it."""
     by_op: dict[str, list[Kernel]] = {}
     for kernel in kernels:
         by_op.setdefault("" if kernel.jit else kernel.op.name, []).append(kernel)
-    return sorted(by_op.values(), key=lambda group: (not group[0].jit, -len(group)))
+    return sorted(by_op.values(), key=lambda group: (
+        not group[0].jit, -len(group) * len(group[0].op.params)))
 
 
 class _Worker:
@@ -124,6 +126,8 @@ def _serve(pipe: Connection[Any, Any], device: str, lane: str,
            seeds: Sequence[int] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)           # an interrupt is for who started it
     torch.set_num_threads(1)
+    # as many compile already: Inductor would start more, which each import torch
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     known = worlds.current().catalog.by_id
     with contextlib.suppress(EOFError, BrokenPipeError):   # who started it is gone
         while wanted := pipe.recv():

@@ -11,25 +11,28 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.op import Op
-from ..cases.generated import if_allowed
+from ..cases.generated import is_allowed
 from ..kernel.contract import Circumstance, eager_results
 from ..kernel.guarded import with_layout
-from ..kernel.shared import fingerprint
+from ..kernel.shared import compute_once, fingerprint
 
 
 def if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the values if the contract allows the call and its results are numbers."""
-    allowed = if_allowed(op, values)
-    if allowed is None:
-        return None
-    try:
-        with torch.no_grad():
-            results = eager_results(op, allowed, fingerprint(allowed))
-    except FAULTS:
-        return None
-    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()
-              and t.dtype.itemsize > 1]
-    return allowed if all(bool(t.isfinite().all()) for t in floats) else None
+    contents = fingerprint(values)
+
+    def compute() -> bool:
+        try:
+            results = eager_results(op, values, contents)
+        except FAULTS:
+            return False
+        floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()
+                  and t.dtype.itemsize > 1]
+        return all(bool(t.isfinite().all()) for t in floats)
+
+    finite = is_allowed(op, values, contents) and compute_once(
+        op, contents and ("finite", contents), compute, nbytes=0)
+    return values if finite else None
 
 
 def _main_tensors(op: Op, values: dict[str, Any]) -> dict[str, Tensor]:

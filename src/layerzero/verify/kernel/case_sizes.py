@@ -20,18 +20,26 @@ def numbers_of(op: Op) -> Mapping[str, Any]:
         isinstance(d, tuple) and d and all(type(i) is int and i > 0 for i in d))}
 
 
+@lru_cache(maxsize=64)
+def _volumes(op: Op) -> Mapping[str, tuple[Any, float]]:
+    """Returns the numbers of an op with the volume of each."""
+    return {name: (default, _volume(default, default)) for name, default in numbers_of(op).items()}
+
+
+def _volume(n: Any, default: Any) -> float:
+    if not isinstance(n, tuple):
+        return max(n, 1)
+    # the lengths of packed sequences, or the sizes of dimensions
+    are_lengths = isinstance(default, tuple) and len(default) > 2
+    return max(sum(n), 1) if are_lengths else math.prod(max(i, 1) for i in n)
+
+
 def relative_size(op: Op, case: Mapping[str, Any]) -> float:
     """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
     created."""
-    def volume(n: Any, default: Any) -> float:
-        if not isinstance(n, tuple):
-            return max(n, 1)
-        # the lengths of packed sequences, or the sizes of dimensions
-        are_lengths = isinstance(default, tuple) and len(default) > 2
-        return max(sum(n), 1) if are_lengths else math.prod(max(i, 1) for i in n)
-
-    numbers = numbers_of(op)
-    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
-             or isinstance(case.get(n), tuple)}
-    return math.prod(volume(n, numbers[name]) / volume(numbers[name], numbers[name])
-                     for name, n in sizes.items())
+    size = 1.0
+    for name, (default, volume) in _volumes(op).items():
+        n = case.get(name)
+        if type(n) is int or isinstance(n, tuple):
+            size *= _volume(n, default) / volume
+    return size

@@ -21,6 +21,11 @@ class Circumstance:
     any_dtype = False                          # it tells the same of every dtype
     records = True                             # gradients, where an input requires one
 
+    @property
+    def keeps_values(self) -> bool:
+        """Are the judged values those of `alter`, whatever the kernel does?"""
+        return type(self).before is Circumstance.before
+
     def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
         return values
 

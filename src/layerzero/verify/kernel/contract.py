@@ -53,7 +53,14 @@ from .circumstance import AS_DECLARED as AS_DECLARED
 from .circumstance import Circumstance as Circumstance
 from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
-from .judging import JUST_OUTSIDE, Expected, Judgement, find_nondeterminism, judge_result, same
+from .judging import (
+    Expected,
+    Judgement,
+    find_nondeterminism,
+    judge_result,
+    same,
+    was_chance,
+)
 from .judging import may_be_chance as may_be_chance
 from .process_state import (
     COMPILING,
@@ -78,13 +85,17 @@ from .shared import (
     ZerosForNormals,
     compute_once,
     fingerprint,
+    fingerprint_once,
     kept_values,
     values_once,
 )
+from .shared import upcast as upcast
+from .shared import with_own_generators as with_own_generators
 
 RETRIES = 6                                    # with other seeds, of what is just outside
 HALF = {torch.float16, torch.bfloat16}
 SMALL = 4.0                                    # a case of so many times the default sizes
+SMALL_BYTES = 1 << 18                          # what is not worth the room of others
 
 
 @dataclass(frozen=True)
@@ -217,18 +228,34 @@ def case_refusals(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
     return reasons
 
 
+def accepts_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                 seed: int = 0) -> bool:
+    """Has selection nothing against the kernel for a case? Answered by the first rule that is
+    broken: to word all of them takes longer."""
+    if loading.availability(kernel) is not None:
+        return False
+    key = (*_state_of_facts(kernel.op), *case_contents(case, dtype, device, seed))
+    known, reasons = _by_contract(kernel.op, case_facts(kernel.op, case, dtype, device, seed), key)
+    return not reasons and all(rule.check(known) is None for rule in kernel.requires)
+
+
 def _broken_rules(kernel: Kernel, facts: Mapping[str, Any],
                   key: Hashable | None) -> tuple[Reason, ...]:
-    """Returns what the contract and the kernel's rules have against a call; what the contract has
-    once for all kernels, where there is a key."""
-    op = kernel.op
+    """Returns what the contract and the kernel's rules have against a call."""
+    known, reasons = _by_contract(kernel.op, facts, key)
+    return (*reasons, *kernel.op.reasons(kernel.requires, known))
 
-    def of_contract() -> tuple[Mapping[str, Any], tuple[Reason, ...]]:
+
+def _by_contract(op: Op, facts: Mapping[str, Any],
+                 key: Hashable | None) -> tuple[Mapping[str, Any], tuple[Reason, ...]]:
+    """Returns the facts with those of the device, and what the contract has against them: once for
+    all kernels, where there is a key."""
+    def compute() -> tuple[Mapping[str, Any], tuple[Reason, ...]]:
         known = {**hardware.probe(facts["device"]).facts(), **facts}
         return known, tuple(op.reasons(op.requires, known))
 
-    known, reasons = compute_once(op, key and ("contract", key), of_contract, nbytes=0)
-    return (*reasons, *op.reasons(kernel.requires, known))
+    known, reasons = compute_once(op, key and ("contract", key), compute, nbytes=0)
+    return known, reasons
 
 
 def circumstance_refusals(kernel: Kernel, values: Mapping[str, Any], circumstance: Circumstance,
@@ -355,24 +382,28 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     first, second = results[:2]
     with torch.no_grad():
         # after a kernel that changed its inputs they are not those of the case
-        key = (case_contents(case, dtype, device, seed)
-               if circumstance is AS_DECLARED and not complaints else fingerprint(values))
+        contents = case_contents(case, dtype, device, seed)
+        key = (fingerprint(values) if complaints or not circumstance.keeps_values else
+               contents if circumstance is AS_DECLARED else
+               fingerprint_once(op, (circumstance.name, *contents), values))
         plain = circumstance.as_formula_takes(values)
         exact, eager = exact_results(op, plain, key), eager_results(op, plain, key)
         declared = results_of(op.meta(**values))
     complaints += [*find_wrong_shapes(first, declared), *find_aliasing(results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
-    expected = compute_once(op, key and ("expected", key), lambda: [
-        Expected(*both) for both in zip(exact, eager)], 3 * sum(t.nbytes for t in exact))
+    nbytes = 3 * sum(t.nbytes for t in exact)
+    is_kept = key is not None and nbytes < SMALL_BYTES
+    expected = compute_once(op, ("expected", key) if is_kept else None, lambda: [
+        Expected(*both) for both in zip(exact, eager)], nbytes)
 
-    @torch.no_grad()
     def judge(budget: Sequence[Tensor | None]) -> list[Judgement]:
         return [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
                              circumstance.even, budget[i], circumstance.alike, expected[i])
                 for i, parts in enumerate(zip(first, second, exact, eager))]
 
-    judgements = judge([None] * len(first))
+    with torch.no_grad():
+        judgements = judge([None] * len(first))
     if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype in UNITS:
         with torch.no_grad():
             judgements = judge(compute_once(op, key and ("budget", dtype, key), lambda: (
@@ -386,25 +417,12 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         if may_be_chance(first, errors[2]):
             retries = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
                        for i in range(RETRIES)]
-            if _was_chance(op, errors, retries):
+            if was_chance(op, errors, retries):
                 return result("passed", detail=f"just outside once: {complaints[0].text}",
                               errors=(*errors[:2], 1.0))
     notes = "; ".join(n for j in judgements for n in j.notes)
     return (result("failed", (), complaints, "", errors) if complaints
             else result("passed", (), (), notes, errors))
-
-
-def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[CaseResult]) -> bool:
-    """Was it outside for these numbers only, or is it within what is allowed over all runs?"""
-    if any(retry.status == "failed" and set(retry.kinds) != {"error"} for retry in retries):
-        return False
-    runs = [errors, *((retry.error, retry.eager_error, retry.ratio) for retry in retries)]
-    typical = sum(e for e, *_ in runs) <= op.tolerance.times_eager * sum(e for _, e, _ in runs)
-    if errors[2] <= JUST_OUTSIDE and (typical or sum(r.status == "failed" for r in retries) < 2):
-        return True
-    rounding = max(e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0)
-    allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
-    return max(e for e, _, _ in runs) <= allowed
 
 
 def _runs(kernel: Kernel, values: dict[str, Any], device: str,
@@ -476,20 +494,5 @@ def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = Non
             for dtype in (kernel.op.dtypes if dtypes is None else dtypes) for case in cases]
 
 
-# Inputs.
-
 def results_of(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same rounded numbers in float64."""
-    return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for name, v in values.items()}
-
-
-def with_own_generators(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Copies the generators among the values: every call draws the same numbers."""
-    copies = {name: torch.Generator(v.device).set_state(v.get_state())
-              for name, v in values.items() if type(v) is torch.Generator}     # isinstance is slow
-    return {**values, **copies} if copies else values

@@ -55,7 +55,7 @@ class Expected:
 
     @cached_property
     def chosen(self) -> Tensor | None:
-        """Where the exact result is finite; None: everywhere, as a mask costs more than all else."""
+        """Where the exact result is finite. None: everywhere; a mask costs more than all else."""
         finite = self.truth.isfinite()
         return None if bool(finite.all()) else finite
 
@@ -177,6 +177,20 @@ def may_be_chance(results: Sequence[Any], ratio: float) -> bool:
     few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS
               for t in results)
     return ratio <= JUST_OUTSIDE or (few and ratio <= FAR_OUTSIDE)
+
+
+def was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[Any]) -> bool:
+    """Was it outside for these numbers only, or is it within what is allowed over all runs?
+    `retries`: the results of the same case with other numbers."""
+    if any(retry.status == "failed" and set(retry.kinds) != {"error"} for retry in retries):
+        return False
+    runs = [errors, *((retry.error, retry.eager_error, retry.ratio) for retry in retries)]
+    typical = sum(e for e, *_ in runs) <= op.tolerance.times_eager * sum(e for _, e, _ in runs)
+    if errors[2] <= JUST_OUTSIDE and (typical or sum(r.status == "failed" for r in retries) < 2):
+        return True
+    rounding = max(e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0)
+    allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
+    return max(e for e, _, _ in runs) <= allowed
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -5,7 +5,6 @@ and the memory that calls leave behind.
 from __future__ import annotations
 
 import _random
-import _signal
 import ctypes
 import gc
 import importlib
@@ -208,8 +207,9 @@ def _modes() -> tuple[Any, ...]:
             torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
 
 
-# Of C: the functions of the module turn numbers into names first.
-_get_signal, _set_locale = _signal.getsignal, getattr(locale, "_setlocale", locale.setlocale)
+# Those of C: the module's own turn numbers into names first.
+_get_signal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_locale: Any = getattr(locale, "_setlocale", locale.setlocale)
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGABRT", "SIGALRM",
                                                     "SIGCHLD") if hasattr(signal, name))
 
@@ -255,8 +255,8 @@ def _put_back_filters(before: list[Any]) -> None:
 
 
 def _open_files() -> int:
-    """Linux 6.2 and later tells it as the size of a folder, at a third of the cost of a list; before
-    that the size is 0."""
+    """Linux 6.2 and later tells it as the size of a folder, at a third of the cost of listing it;
+    before that the size is 0."""
     if sys.platform != "linux":
         return 0
     return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
@@ -343,6 +343,12 @@ def _settings(device: str) -> tuple[Setting, ...]:
     return _SETTINGS + (_cuda_settings(device) if device.startswith("cuda") else ())
 
 
+@lru_cache(maxsize=None)
+def _readers(device: str, slow: bool = True) -> tuple[tuple[str, Callable[[], Any]], ...]:
+    return tuple((setting.name, setting.get) for setting in _settings(device)
+                 if slow or not setting.slow)
+
+
 # What compiling a kernel may change once: it happens on a first call only.
 COMPILING = (ENVIRONMENT, "the garbage collector", "the number of Python threads", INTERPRETER)
 
@@ -350,18 +356,19 @@ COMPILING = (ENVIRONMENT, "the garbage collector", "the number of Python threads
 def process_state(device: str, slow: bool = True) -> dict[str, Any]:
     """Returns the process-wide state that no kernel may change; without `slow`, what is read
     around every call."""
-    return {setting.name: setting.get() for setting in _settings(device)
-            if slow or not setting.slow}
+    return {name: get() for name, get in _readers(device, slow)}
 
 
 def put_back(before: dict[str, Any], device: str) -> Sequence[str]:
     """Returns which parts of the state have changed; those that can be are put back, so that one
     kernel's fault is not held against the next."""
-    found: list[tuple[Setting, list[str]]] = []
-    for setting in _settings(device):          # all are read before one is put back
-        if setting.name in before and (now := setting.get()) != before[setting.name]:
-            found.append((setting, setting.differences(before[setting.name], now)))
-    found = [(setting, differences) for setting, differences in found if differences]
+    # all are read before one is put back
+    now = {name: value for name, get in _readers(device)
+           if name in before and (value := get()) != before[name]}
+    if not now:
+        return []
+    found = [(setting, differences) for setting in _settings(device) if setting.name in now
+             and (differences := setting.differences(before[setting.name], now[setting.name]))]
     for setting, _ in found:
         if setting.put_back is not None:
             setting.put_back(before[setting.name])

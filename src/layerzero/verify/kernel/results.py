@@ -70,18 +70,22 @@ def find_foreign_memory(results: Sequence[Any], values: Mapping[str, Any]) -> It
     addresses = {storage_address(v) for v in inputs}
     kinds = {type(v) for v in inputs} | {Tensor}
     inference = torch.is_inference_mode_enabled() or any(v.is_inference() for v in inputs)
+    recording = torch.is_grad_enabled()
     for i, t in enumerate(tensors):
         if type(t) not in kinds or isinstance(t, torch.nn.Parameter):
             yield Complaint("result", f"result {i} is a {type(t).__name__}, not a plain tensor")
         if t.is_inference() and not inference:
             yield Complaint("result", f"result {i} is an inference tensor, which autograd refuses")
-        if t.requires_grad and not torch.is_grad_enabled():
+        if t.requires_grad and not recording:
             yield Complaint("result", f"result {i} requires a gradient where none is recorded")
-        if torch.is_grad_enabled() or not t.numel() or storage_address(t) in addresses:
+        if recording or not t.numel():
             continue                           # autograd may keep what it needs
         storage = t.untyped_storage()
+        address = storage.data_ptr()
+        if address in addresses:
+            continue
         owners = {id(o) for r in tensors for o in (r, r._base) if o is not None
-                  and storage_address(o) == storage.data_ptr()}
+                  and (o is t or storage_address(o) == address)}
         count = holders(storage)
         if held[i] or (count is not None and count > len(owners)):
             yield Complaint("result", f"the kernel still holds the memory of result {i}")

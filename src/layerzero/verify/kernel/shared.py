@@ -153,6 +153,19 @@ def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
             else v for name, v in values.items()}
 
 
+def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same rounded numbers in float64."""
+    return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for name, v in values.items()}
+
+
+def with_own_generators(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Copies the generators among the values: every call draws the same numbers."""
+    copies = {name: torch.Generator(v.device).set_state(v.get_state())
+              for name, v in values.items() if type(v) is torch.Generator}     # isinstance is slow
+    return {**values, **copies} if copies else values
+
+
 # Results of the formula.
 
 class Fingerprint(NamedTuple):
@@ -190,6 +203,13 @@ def fingerprint(values: Mapping[str, Any]) -> Fingerprint | None:
         if value.numel():
             digest.update((ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr()))
     return Fingerprint((digest.digest(), *functions), layout)
+
+
+def fingerprint_once(op: Op, key: Hashable, values: Mapping[str, Any]) -> Fingerprint | None:
+    """Returns the fingerprint of values that are the same whenever the key is."""
+    contents: Fingerprint | tuple[()] = compute_once(
+        op, ("fingerprint", key), lambda: fingerprint(values) or (), nbytes=0)
+    return contents if isinstance(contents, Fingerprint) else None
 
 
 def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

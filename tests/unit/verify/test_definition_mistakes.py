@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -222,7 +223,7 @@ def test_pages_are_out_of_order_and_their_last_is_partly_used() -> None:
         inputs = generate(definition, seed=seed)
         bounds = inputs["kv_indptr"].tolist()
         assert bounds[2] - bounds[1] == 0 and bounds[-1] - bounds[-2] >= 35     # the longest
-        for i, (a, b) in enumerate(zip(bounds, bounds[1:])):
+        for i, (a, b) in enumerate(pairwise(bounds)):
             assert b - a < 2 or inputs["kv_indices"][a] > inputs["kv_indices"][b - 1]
             assert inputs["kv_last_page_len"][i] < 4 or i == len(bounds) - 2
 

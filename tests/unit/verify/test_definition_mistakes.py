@@ -271,3 +271,15 @@ def test_groups_are_chosen_otherwise_by_their_best_and_by_a_sum() -> None:
     groups = logits.softmax(-1).view(-1, 4, 4)
     best, summed = groups.amax(-1).topk(2).indices, groups.topk(2).values.sum(-1).topk(2).indices
     assert any({*a} != {*b} for a, b in zip(best.tolist(), summed.tolist()))
+
+
+def test_probabilities_in_16_bits_do_not_tell_the_likeliest_token() -> None:
+    data = described("top", "sampling", "", "b v=300", "probs:float32[b,v] top_k:int32[b]",
+                     "samples:int64[b]", "def run(probs, top_k):\n    return probs.argmax(-1)\n")
+    definition = Definition.from_json(data)
+    reply = answer(definition)
+    for seed in range(3):
+        inputs = generate(definition, seed=seed)
+        rounded = inputs["probs"].bfloat16().float()
+        assert draws.possible(reply, inputs, inputs["probs"].argmax(-1)).passed
+        assert not draws.possible(reply, inputs, rounded.argmax(-1)).passed

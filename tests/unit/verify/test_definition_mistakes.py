@@ -228,6 +228,18 @@ def test_pages_are_out_of_order_and_their_last_is_partly_used() -> None:
             assert inputs["kv_last_page_len"][i] < 4 or i == len(bounds) - 2
 
 
+def test_sequences_are_counted_by_any_axis() -> None:
+    data = described("varlen", "mha_ragged", "Causal.", "t u n m h=2 d=8",
+                     "q:bfloat16[t,h,d] k:bfloat16[u,h,d] v:bfloat16[u,h,d] cu_seqlens_q:int32[n] "
+                     "cu_seqlens_k:int32[m]", "out:bfloat16[t,h,d]",
+                     "def run(q, k, v, cu_seqlens_q, cu_seqlens_k):\n    return q\n",
+                     "t == cu_seqlens_q[-1].item()", "u == cu_seqlens_k[-1].item()")
+    inputs = generate(Definition.from_json(data))
+    assert len(inputs["cu_seqlens_q"]) == len(inputs["cu_seqlens_k"]) == 5
+    paged = generate(Definition.from_json(RIGHT["pages"]))
+    assert len(paged["q"]) == len(paged["kv_last_page_len"]) == len(paged["kv_indptr"]) - 1 == 4
+
+
 def test_scalars_differ_and_a_cap_is_within_reach() -> None:
     inputs = generate(Definition.from_json(RIGHT["product"]))
     assert inputs["a_scale"] != inputs["b_scale"]

@@ -132,6 +132,7 @@ class Sequences:
         """Axes that count sequences, whatever their name: those of a number for each sequence, of
         queries without offsets, and one less than `length` by a constraint."""
         each = {self._axis_of(n) for n, s in self.ints.items() if len(s.shape or ()) == 1
+                and n not in self.indptrs
                 and ("last_page_len" in n or LENGTHS.search(n.lower()))}
         if self.indptrs and not any(QUERY.search(n) for n in self.indptrs) and (
                 self.page_ids or self.table):

@@ -295,3 +295,12 @@ def test_probabilities_in_16_bits_do_not_tell_the_likeliest_token() -> None:
         rounded = inputs["probs"].bfloat16().float()
         assert draws.possible(reply, inputs, inputs["probs"].argmax(-1)).passed
         assert not draws.possible(reply, inputs, rounded.argmax(-1)).passed
+
+
+def test_the_first_and_the_last_expert_count() -> None:
+    data = {**RIGHT["experts"], "reference": "import torch\n" + RIGHT["experts"]["reference"].replace(
+        "softmax(-1)", "sigmoid()")}
+    scores = generate(Definition.from_json(data))["routing_logits"].sigmoid()
+    chosen = scores.max(-1)
+    assert {0, 15} <= {int(e) for e, s in zip(chosen.indices, chosen.values) if s > 0.5}
+    assert float(scores[-1].sum()) < 1e-4

@@ -198,7 +198,7 @@ class _Maker(Sequences):
         if "logits" in low:
             drawn = self._distinct(shape, getattr(torch, dtype).itemsize < 4)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
-                drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
+                drawn[-1:] -= 16.0             # scores beside which what is added to a sum shows
             return drawn.to(getattr(torch, dtype))
         if "scale" in low:
             return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)

@@ -24,7 +24,7 @@ from ..exports import case_inputs
 from ..readings import skips, small_numbers
 from . import drawn as kinds
 from .constraints import solved, violated
-from .sequences import QUERY, SIZES, Plan, Sequences
+from .sequences import LENGTHS, QUERY, SIZES, Plan, Sequences
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
@@ -34,7 +34,6 @@ PERIOD = 4194301
 _FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2,
          "head_size": 64, "head_dim": 64, "max_seq_len": 128, "max_position": 128,
          "vocab_size": 1000}
-_LENGTHS = re.compile(r"seq_?lens|context_lens|kv_lens?|cache_seqlens|sequence_lengths")
 _CHOSEN, _STATES = re.compile(r"(indices|ids)$"), re.compile(r"state.*(ind|idx)", re.IGNORECASE)
 
 
@@ -199,7 +198,7 @@ class _Maker(Sequences):
         if "logits" in low:
             drawn = self._distinct(shape, getattr(torch, dtype).itemsize < 4)
             if len(shape) > 1 and "sigmoid" in self.d.reference:
-                drawn[:1] -= 16.0              # scores beside which what is added to a sum shows
+                drawn[-1:] -= 16.0             # scores beside which what is added to a sum shows
             return drawn.to(getattr(torch, dtype))
         if "scale" in low:
             return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)
@@ -298,7 +297,7 @@ class _Maker(Sequences):
         if plan is not None and "last_page_len" in low:
             last = [(k - 1) % self.page_size + 1 if k else 0 for k in plan.keys]
             return torch.tensor(last + [0] * (shape[0] - len(last)))
-        if plan is not None and _LENGTHS.search(low):
+        if plan is not None and LENGTHS.search(low):
             return torch.tensor(plan.keys)
         if "top_k" in low or low == "k":
             return self._rows(shape, (1, 20, 0 if kinds.guards_zero(self.d) else 5, 2, 3))

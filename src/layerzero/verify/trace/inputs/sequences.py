@@ -26,6 +26,7 @@ MAX_CHUNK = 512                               # of queries, that medium inputs e
 _INDPTR = re.compile(r"indptr|cu_?seq|seq_starts|offsets$")
 _PAGES = re.compile(r"(kv|page|block).*(indices|ids)$|^indices$")
 _TABLE = re.compile(r"block_tables?|page_tables?")
+LENGTHS = re.compile(r"seq_?lens|context_lens|kv_lens?|cache_seqlens|sequence_lengths")
 QUERY = re.compile(r"(^|_)(q|qo|query)(_|$)")
 
 
@@ -114,8 +115,8 @@ class Sequences:
         """How many sequences there are; axes that follow from it are fixed."""
         length = self._axis_of(self.indptrs[0]) if self.indptrs else ""
         rows = self._axis_of(self.table) if self.table else ""
-        names = [a for a in self.d.var_axes if a in ("batch_size", "num_seqs", "batch", rows)
-                 and a != ""]
+        counted = {"batch_size", "num_seqs", "batch", rows, *self._counted(length)}
+        names = [a for a in self.d.var_axes if a in counted and a != length]
         known = [self.sizes[a] for a in names if a in self.sizes]
         known += [self.sizes[length] - 1] if length in self.sizes else []
         n = max(known[0] if known else self.size.sequences, 0)
@@ -126,6 +127,22 @@ class Sequences:
         for name in self.indptrs:
             self.sizes.setdefault(self._axis_of(name), n + 1)
         return n
+
+    def _counted(self, length: str) -> set[str]:
+        """Axes that count sequences, whatever their name: those of a number for each sequence, of
+        queries without offsets, and one less than `length` by a constraint."""
+        each = {self._axis_of(n) for n, s in self.ints.items() if len(s.shape or ()) == 1
+                and n not in self.indptrs
+                and ("last_page_len" in n or LENGTHS.search(n.lower()))}
+        if self.indptrs and not any(QUERY.search(n) for n in self.indptrs) and (
+                self.page_ids or self.table):
+            each |= {(s.shape or ("",))[0] for n, s in self.d.inputs.items()
+                     if s.floating and QUERY.search(n)}
+        for text in self.d.constraints if length else ():
+            match = re.fullmatch(rf"{length} == (\w+) \+ 1|(\w+) \+ 1 == {length}|"
+                                 rf"(\w+) == {length} - 1", text.strip())
+            each |= {name for name in match.groups() if name} if match else set()
+        return each
 
     def _queries(self, n: int, total: str) -> list[int]:
         queries = self._cut(self.sizes.get(total), n, self.size.queries, 1)
@@ -203,13 +220,13 @@ class Sequences:
         return [a + b for a, b in zip(minimums, self._cut(rest, len(minimums), maximum, 0))]
 
     def _length(self, pages: int, queries: int, full: bool) -> int:
-        """Keys of a sequence with so many pages; its last page is rarely full, unless it shall be.
-        """
+        """Keys of a sequence with so many pages; its last page is full only if it shall be, or has
+        to be."""
         if not pages:
             return 0
         most = pages * self.page_size
         low = min(max(most - self.page_size + 1, queries), most)
-        drawn = int(torch.randint(low, most + 1, (), generator=self.gen))
+        drawn = int(torch.randint(low, max(most, low + 1), (), generator=self.gen))
         partly = "last_page_len" in " ".join(self.ints) or self.table
         return drawn if partly and not full else most
 

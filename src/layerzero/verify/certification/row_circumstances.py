@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.op import Op
-from ..cases.generated import is_allowed
+from ..cases.generated import if_allowed, is_allowed
 from ..kernel.contract import Circumstance, eager_results
 from ..kernel.guarded import with_layout
 from ..kernel.shared import compute_once, fingerprint

@@ -194,6 +194,10 @@ def index_calls(op: Op, lane: str, seed: int) -> tuple[tuple[Case, ...], ...]:
     chosen: list[tuple[str, int, Case]] = [
         (n, WIDTHS[(i + seed) % 2], o)
         for i, (n, o) in enumerate(_with_arguments(op, rng, positions, most))]
+    # some kernels serve calls with one switch alone, as for the log-sum-exp
+    switches = [o for o in arguments_of_cases(op) if [*o.values()] == [True]]
+    chosen += [(positions[-1], WIDTHS[-1], o) for o in switches if positions
+               and not any(o == extra for *_, extra in chosen)]
     chosen += [(n, width, {}) for n in (*lengths, *(counts if lane != "quick" else ()))
                for width in WIDTHS]
     calls: list[tuple[Case, ...]] = []

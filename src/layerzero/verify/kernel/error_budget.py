@@ -29,7 +29,7 @@ from ...spec.op import Op
 
 DRAWS, SIGN_DRAWS = 6, 3                       # of signs
 ROUNDINGS = 4.0                                # how many are allowed: by judging.py
-WORST = 1.5                                    # of many sums, over what is typical of one
+WORST = 1.25                                   # of many sums, over what is typical of one
 UNITS = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 

@@ -461,7 +461,7 @@ def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
                 ranks.setdefault((name, t.dim()), cell)
     for (name, rank), cell in ranks.items():
         yield from ((cell, Shifted(name, first)) for first in (True, False))
-        if any(size.startswith("~") for sizes in op.patterns.values() for size in sizes[name]):
+        if any(size.startswith("~") for sizes in op.patterns.values() for size in sizes.get(name, ())):
             yield from ((cell, Narrowed(name, dim)) for dim in range(rank))
         if rank == max(r for n, r in ranks if n == name):
             yield from ((cell, MemoryOrder(name, a, b))

@@ -15,6 +15,7 @@ from layerzero.backends.torch_norm import KERNELS as TORCH_NORMS
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.chosen_cells import most_tensors_first
 from layerzero.verify.certification.argument_circumstances import (
+    STEP,
     TINY,
     OtherNumber,
     WithoutOthers,
@@ -59,7 +60,7 @@ def test_every_fault_is_another_and_has_a_class() -> None:
     ("eps_of_zero_is_the_default", {}, OtherNumber("eps", 0.0)),
     ("seed_of_zero_is_another", SEEDED, OtherNumber("seed", 0)),
     ("seed_by_way_of_a_float", SEEDED, OtherNumber("seed", (1 << 62) + 1)),
-    ("step_in_32_bits", SEEDED, OtherNumber("offset", (1 << 33) + 5)),
+    ("step_in_32_bits", SEEDED, OtherNumber("offset", STEP)),
     ("divided_before_the_maximum", {}, OtherNumber("temperature", TINY)),
     ("slopes_lose_their_sign", {}, OtherSigns("slopes")),
     ("decay_never_grows", {"state": True, "final": True}, OtherSigns("g")),

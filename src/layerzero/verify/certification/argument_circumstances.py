@@ -39,8 +39,9 @@ from .row_circumstances import LoudEnds, MemoryOrder, Narrowed, Shifted, ZeroRow
 from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
-FLOATS, INTEGERS = (-0.7, 0.013, 6.0, TINY := 1e-38, 0.0), (0, 1, 7, 1500, (1 << 33) + 5)
+FLOATS, INTEGERS = (-0.7, 0.013, 6.0, TINY := 1e-38, 0.0), (0, 1, 7, 1500)
 SEEDS = (0, (1 << 62) + 1)                     # one that is false, and one that no float64 holds
+STEP = (1 << 33) + 5                           # of the generation, past 32 bits
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
@@ -312,7 +313,8 @@ def other_numbers(p: Param) -> Iterator[OtherNumber]:
     elif p.name == "seed":
         yield from (OtherNumber(p.name, n) for n in SEEDS)
     elif type(p.default) is int:
-        yield from (OtherNumber(p.name, n) for n in INTEGERS)
+        yield from (OtherNumber(p.name, n)
+                    for n in (*INTEGERS, *((STEP,) if p.name == "offset" else ())))
 
 
 def argument_circumstances(op: Op) -> Iterator[Circumstance]:

@@ -17,7 +17,7 @@ from ...spec.kernel import Kernel
 from ...spec.mistake import Mistake, Results
 from ...spec.op import Op
 from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .reruns import are_close, sample_failures, values_of
+from .reruns.calls_again import are_close, sample_failures, values_of
 
 MAX_RERUNS = 8                                 # failing cases that are rerun
 # What an argument speaks of, by a part of its name.

@@ -8,7 +8,7 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ..kernel.contract import AS_DECLARED, CaseResult, check_case
 from .conditions import find_circumstance
-from .reruns import sample_failures
+from .reruns.calls_again import sample_failures
 
 # The numbers and how they lie are the same, torch is in another state.
 _OF_TORCH = (

@@ -13,11 +13,11 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.generated import Case
 from ..kernel.contract import CaseResult, case_facts, case_refusals, case_values
-from .kept_reruns import is_wrong_in_turn
-from .order_reruns import argument_in_order
-from .reruns import is_right, sample_failures
-from .rounding_reruns import errors_come_again
-from .size_reruns import SEEDS, Reruns, Sized, sizes_of
+from .reruns.calls_again import is_right, sample_failures
+from .reruns.kept_reruns import is_wrong_in_turn
+from .reruns.order_reruns import argument_in_order
+from .reruns.rounding_reruns import errors_come_again
+from .reruns.size_reruns import SEEDS, Reruns, Sized, sizes_of
 
 Values = dict[str, Any]
 WIDE = ("float32", "float64")

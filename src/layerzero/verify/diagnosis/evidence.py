@@ -11,7 +11,7 @@ from ...spec.op import Op
 from ..kernel.contract import CaseResult
 from .altered_references import CLASS_OF_ARGUMENT
 from .conditions import named_facts, speaks_of_sizes
-from .reruns import (
+from .reruns.calls_again import (
     confirmed_arguments,
     fails_again,
     fails_with_other_numbers,
@@ -22,8 +22,8 @@ from .reruns import (
     plain_failures,
     row_dim,
 )
-from .rounding_reruns import is_rounded, is_slight, is_wrong_when_wide
-from .value_reruns import is_right_when_finite
+from .reruns.rounding_reruns import is_rounded, is_slight, is_wrong_when_wide
+from .reruns.value_reruns import is_right_when_finite
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
 

@@ -20,16 +20,12 @@ from .altered_references import (
     meaning_of,
     scale_mistake,
 )
-from .boundary_reruns import explain_by_boundaries
-from .call_orders import depends_on_earlier_calls, keeps_by_shape
 from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind_of, recur
 from .doubts import doubt_about
 from .evidence import Evidence, Explanation
-from .head_maps import explain_by_heads
-from .kept_reruns import explain_by_earlier_contents
-from .memory_reruns import explain_by_memory
-from .order_reruns import explain_by_order
-from .reruns import (
+from .reruns.boundary_reruns import explain_by_boundaries
+from .reruns.call_orders import depends_on_earlier_calls, keeps_by_shape
+from .reruns.calls_again import (
     fails_again,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
@@ -37,21 +33,25 @@ from .reruns import (
     is_strided,
     is_wrong_when_recording,
 )
-from .rounding_reruns import (
+from .reruns.head_maps import explain_by_heads
+from .reruns.kept_reruns import explain_by_earlier_contents
+from .reruns.memory_reruns import explain_by_memory
+from .reruns.order_reruns import explain_by_order
+from .reruns.rounding_reruns import (
     errors_are_others,
     is_rounded,
     is_rounding,
     is_slight,
     is_small_beside_rows,
 )
-from .row_reruns import draws_others, has_another_type, mixes_rows
-from .size_reruns import (
+from .reruns.row_reruns import draws_others, has_another_type, mixes_rows
+from .reruns.size_reruns import (
     explain_by_growth,
     explain_by_remainder,
     explain_by_shortness,
     is_wrong_whenever_given,
 )
-from .value_reruns import (
+from .reruns.value_reruns import (
     explain_by_factor,
     explain_by_finiteness,
     explain_by_pages,

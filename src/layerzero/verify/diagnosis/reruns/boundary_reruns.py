@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .reruns import are_close, sample_failures
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
+from .calls_again import are_close, sample_failures
 
 A_ROUNDING, A_LITTLE = 2.0 ** -21, 2.0 ** -10  # how far numbers are moved, of their size
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..kernel.contract import CaseResult, call, formula, results_of, upcast
-from ..kernel.guarded import guarded, poisoned_memory
-from ..kernel.results import are_equal, has_holes
-from .reruns import are_close, sample_failures, values_of
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...kernel.contract import CaseResult, call, formula, results_of, upcast
+from ...kernel.guarded import guarded, poisoned_memory
+from ...kernel.results import are_equal, has_holes
+from .calls_again import are_close, sample_failures, values_of
 
 
 def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..certification.invariance import axis_of
-from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from ..kernel.results import are_equal
-from .reruns import is_right, sample_failures, values_of
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...certification.invariance import axis_of
+from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
+from ...kernel.results import are_equal
+from .calls_again import is_right, sample_failures, values_of
 
 Values = dict[str, Any]
 FEW = 16                                       # numbers of a result that say nothing of a factor

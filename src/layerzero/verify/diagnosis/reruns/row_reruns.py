@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .reruns import are_close, is_right, sample_failures, values_of
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
+from .calls_again import are_close, is_right, sample_failures, values_of
 
 
 def mixes_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

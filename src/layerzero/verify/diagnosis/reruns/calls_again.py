@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import read
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.generated import case_key
-from ..kernel.case_sizes import numbers_of
-from ..kernel.contract import (
+from ....dispatch.facts import read
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.generated import case_key
+from ...kernel.case_sizes import numbers_of
+from ...kernel.contract import (
     CaseResult,
     Circumstance,
     bind_once,
@@ -30,9 +30,9 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
-from ..kernel.gradients import requiring_grad
-from ..kernel.guarded import with_layout
-from .conditions import find_circumstance
+from ...kernel.gradients import requiring_grad
+from ...kernel.guarded import with_layout
+from ..conditions import find_circumstance
 
 
 def are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..cases.drawn_sizes import allowed_facts
-from ..kernel.case_sizes import numbers_of
-from ..kernel.contract import CaseResult, call, case_refusals, case_values, refusals
-from .reruns import is_right, sample_failures
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...cases.drawn_sizes import allowed_facts
+from ...kernel.case_sizes import numbers_of
+from ...kernel.contract import CaseResult, call, case_refusals, case_values, refusals
+from .calls_again import is_right, sample_failures
 
 Call = dict[str, Any]
 

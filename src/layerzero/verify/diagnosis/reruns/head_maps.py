@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .reruns import sample_failures
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
+from .calls_again import sample_failures
 
 # the heads that are shared, and those that share them
 _SHARED = (("kv_heads", "heads"), ("heads", "value_heads"), ("groups", "heads"))

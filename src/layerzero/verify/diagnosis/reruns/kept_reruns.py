@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..certification.circumstances import ChangedInPlace, ReusedMemory
-from ..kernel.contract import (
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...certification.circumstances import ChangedInPlace, ReusedMemory
+from ...kernel.contract import (
     CaseResult,
     bind_once,
     call,
@@ -21,8 +21,8 @@ from ..kernel.contract import (
     load_once,
     refusals,
 )
+from .calls_again import is_right, sample_failures
 from .memory_reruns import explain_by_memory
-from .reruns import is_right, sample_failures
 
 Call = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.drawn_sizes import allowed_facts, lists_of_lengths, shares
-from ..cases.generated import Case, affects_result, given_arguments
-from ..kernel.case_sizes import numbers_of, relative_size
-from ..kernel.contract import CaseResult, case_refusals, case_values, formula
-from .reruns import is_right, is_wrong_in_few_rows, sample_failures
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.drawn_sizes import allowed_facts, lists_of_lengths, shares
+from ...cases.generated import Case, affects_result, given_arguments
+from ...kernel.case_sizes import numbers_of, relative_size
+from ...kernel.contract import CaseResult, case_refusals, case_values, formula
+from .calls_again import is_right, is_wrong_in_few_rows, sample_failures
 
 PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns

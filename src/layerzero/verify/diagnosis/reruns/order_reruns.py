@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec.kernel import Kernel
-from ..cases.generated import if_allowed
-from ..kernel.contract import CaseResult, case_values
-from .reruns import is_right, sample_failures
+from ....spec.kernel import Kernel
+from ...cases.generated import if_allowed
+from ...kernel.contract import CaseResult, case_values
+from .calls_again import is_right, sample_failures
 
 Values = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ..kernel.contract import (
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...kernel.contract import (
     CaseResult,
     call,
     case_values,
@@ -21,7 +21,7 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
-from .reruns import is_right, sample_failures
+from .calls_again import is_right, sample_failures
 
 
 def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

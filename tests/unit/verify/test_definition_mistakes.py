@@ -285,16 +285,18 @@ def test_groups_are_chosen_otherwise_by_their_best_and_by_a_sum() -> None:
     assert any({*a} != {*b} for a, b in zip(best.tolist(), summed.tolist()))
 
 
-def test_probabilities_in_16_bits_do_not_tell_the_likeliest_token() -> None:
-    data = described("top", "sampling", "", "b v=300", "probs:float32[b,v] top_k:int32[b]",
-                     "samples:int64[b]", "def run(probs, top_k):\n    return probs.argmax(-1)\n")
-    definition = Definition.from_json(data)
-    reply = answer(definition)
+def test_filters_decide_between_tokens_that_16_bits_do_not_tell_apart() -> None:
+    definition = Definition.from_json(described(
+        "top", "sampling", "", "b v=300", "probs:float32[b,v] top_k:int32[b]", "samples:int64[b]",
+        "def run(probs, top_k):\n    return probs.argmax(-1)\n"))
     for seed in range(3):
         inputs = generate(definition, seed=seed)
-        rounded = inputs["probs"].bfloat16().float()
-        assert draws.possible(reply, inputs, inputs["probs"].argmax(-1)).passed
-        assert not draws.possible(reply, inputs, rounded.argmax(-1)).passed
+        for row, k in ((0, 1), (3, 2)):
+            probs = inputs["probs"][row]
+            kept, dropped = probs.topk(k + 1).indices[-2:].tolist()
+            assert inputs["top_k"][row] == k and probs[kept] > probs[dropped]
+            assert probs.bfloat16()[kept] == probs.bfloat16()[dropped]
+            assert (kept > dropped) == (row == 0)
 
 
 def test_the_first_and_the_last_expert_count() -> None:

@@ -39,14 +39,19 @@ def angles(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def with_peaks(probs: Tensor) -> Tensor:
-    """Returns probabilities of which one row has a few likely tokens: its likeliest ones. In the
-    first row the last token is the likeliest, and the first as likely but for what 16 bits hold."""
+    """Returns probabilities of which one row has a few likely tokens: its likeliest ones. In two
+    others a filter decides between tokens that are as likely but for what 16 bits hold."""
     if probs.dim() != 2 or len(probs) <= ROW or probs.shape[1] <= 4 * len(PEAKS):
         return probs
-    first, likeliest = probs[0].clone(), probs[0].max()
-    first[probs[0].argmax()] = first.median()
-    first[0], first[-1] = likeliest * (1 - 2.0 ** -11), likeliest
-    probs = torch.cat((first[None] / first.sum(), probs[1:]))
+    probs = probs.clone()
+    for i, places in ((0, (-1, 0)), (ROW + 1, (1, 0, -1))):     # top_k of these is 1 and 2
+        if i < len(probs):
+            row, likeliest = probs[i], probs[i].max()
+            row[row.argmax()] = row.median()
+            row[[*places]] = likeliest
+            row[places[-1]] *= 1 - 2.0 ** -11
+            row[places[0]] *= 1.25 if len(places) > 2 else 1.0
+            probs[i] = row / row.sum()
     row, top = probs[ROW], probs[ROW].topk(len(PEAKS)).indices
     row = row.index_fill(0, top, 0.0)
     row = row / row.sum() * (1.0 - sum(PEAKS))

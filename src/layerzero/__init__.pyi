@@ -2204,7 +2204,7 @@ def sample(
     Returns: Tensor | tuple[Tensor, Tensor]
 
     Example:
-        out = lz.sample(torch.randn(4, 257), seed=1099511629010, offset=65541)
+        out = lz.sample(torch.randn(8, 501), uniforms=torch.rand(8, dtype=torch.float64))
     """
 
 
@@ -2308,11 +2308,11 @@ def speculative_verify_tree(
 
     Example:
         out = lz.speculative_verify_tree(
-            torch.randint(0, 13, (6, 4), dtype=torch.int64),
-            torch.randint(-1, 3, (6, 4), dtype=torch.int64),
-            torch.rand(6, 5, 13),
-            torch.rand(6, 5, 13),
-            uniforms=torch.rand(6, 5),
+            torch.randint(0, 13, (6, 5), dtype=torch.int64),
+            torch.randint(-1, 0, (6, 5), dtype=torch.int64),
+            torch.rand(6, 6, 13),
+            torch.rand(6, 6, 13),
+            uniforms=torch.rand(6, 6),
         )
     """
 

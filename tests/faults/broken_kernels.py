@@ -189,7 +189,7 @@ def wrong_where_key_is_value(right, **v):
     return right(**v) * (1.01 if v["key"] is v["value"] and not v["return_lse"] else 1)
 
 
-@fault("group_norm", "sizes")
+@fault("group_norm", "sizes", "unknown")
 def mixes_up_batches_beyond_four(right, x, **v):
     return right(x.roll(1, 0) if x.shape[0] > 4 else x, **v)
 

@@ -124,7 +124,7 @@ def _serve_the_rest(op: Any, v: Values) -> Values | None:
 
 MISTAKES: tuple[Mistake, ...] = (
     Mistake("convention", "groups without rows skipped with their weights kept", _skip_empty),
-    Mistake("mask", "the rows past the last group in it", _serve_the_rest))
+    Mistake("last rows", "the rows past the last group in it", _serve_the_rest))
 
 OP = Op(
     name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from layerzero.verify.diagnosis.reruns.calls_again.value_reruns import explain_by_pages
 from test_diagnosis import Body, broken, rows_read_densely
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from layerzero.verify.certification.circumstances import (
 from layerzero.verify.certification.grad_circumstances import GivenParameters, GradMode
 from layerzero.verify.certification.row_circumstances import OtherLayout
 from layerzero.verify.diagnosis.diagnose import diagnose
+from layerzero.verify.diagnosis.reruns.value_reruns import explain_by_pages
 from layerzero.verify.kernel.contract import Circumstance, check_case
 
 Values = dict[str, Any]

@@ -138,6 +138,16 @@ _CLASS_OF_TENSOR = (("block_table", "stale page"), ("lens", "mask"), ("starts", 
                     ("position_ids", "alignment"))
 
 
+def _has_padding(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) \
+        and bool((value < 0).any())
+
+
+def _count_from_the_end(name: str, count: int, op: Op, values: dict[str, Any]) -> dict[str, Any]:
+    t = values[name]
+    return {**values, name: torch.where(t < 0, t + count, t)}
+
+
 def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
     """Yields how a tensor beside the main ones may be read otherwise: the first row for all,
     alone or of all tables at once, a square one transposed, codes of a byte as another type."""
@@ -153,6 +163,11 @@ def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(kind(names[0]), f"the first row of {' and '.join(names)} for all",
                       lambda op, v, names=names: {  # type: ignore[misc]
                           **v, **{n: v[n][:1].expand_as(v[n]) for n in names}})
+    counts = sorted({n for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()
+                     for n in (*v.shape[:1], *v.shape[-1:])})
+    for name in (p.name for p in op.params if _has_padding(values[p.name])):
+        yield from (Mistake("convention", f"negative {name} counted from the end of {n}",
+                            partial(_count_from_the_end, name, n)) for n in counts)
     for name in tables:
         t = values[name]
         if t.dim() > 1 and t.shape[-1] == t.shape[-2] > 1:

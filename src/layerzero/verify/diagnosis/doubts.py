@@ -47,6 +47,8 @@ def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> s
 
 
 def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str) -> str:
+    if r.kinds and set(r.kinds) <= {"not finite"}:
+        return "its results are not finite, as those of an overflow"
     copies = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
     if is_right(kernel, copies, r.dtype):
         return "the same call is right in other memory"

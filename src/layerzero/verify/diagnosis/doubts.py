@@ -21,6 +21,7 @@ from .reruns.size_reruns import SEEDS, Reruns, Sized, sizes_of
 
 Values = dict[str, Any]
 WIDE = ("float32", "float64")
+LARGE = 1000                                   # of a size, beyond which indices may not fit
 
 
 def doubt_about(kind: str, kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -47,7 +48,7 @@ def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> s
 
 
 def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str) -> str:
-    if r.kinds and set(r.kinds) <= {"not finite"}:
+    if r.kinds and set(r.kinds) <= {"not finite"} and not _has_large_sizes(kernel, r, device):
         return "its results are not finite, as those of an overflow"
     copies = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
     if is_right(kernel, copies, r.dtype):
@@ -61,6 +62,12 @@ def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str
     if small and r.dtype in WIDE and r.error > 4000 * atol and is_right(kernel, small, r.dtype):
         return "the same call is right with numbers 8 times smaller"
     return ""
+
+
+def _has_large_sizes(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    """Is there a size that an index may not count? It then leads to memory that nobody wrote."""
+    facts = case_facts(kernel.op, r.case, r.dtype, device, r.seed)
+    return any(type(facts.get(dim)) is int and facts[dim] > LARGE for dim in kernel.op.dims)
 
 
 def _scaled(op: Op, values: Values, factor: float) -> Values | None:

@@ -137,7 +137,7 @@ def fuzz(name: str, flags: list[str]) -> None:
     import atheris
     with atheris.instrument_imports(include=[
             "layerzero.spec", "layerzero.selection", "layerzero.perf", "layerzero.plan",
-            "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
+            "layerzero.verify.trace.definition", "layerzero.verify.trace.inputs.constraints",
             "layerzero.world.config", "layerzero.world.capabilities",
             "layerzero.world.registry.certificates", "layerzero.tuning"]):
         from targets import TARGETS

@@ -47,8 +47,8 @@ from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.rules.expr import parse
 from layerzero.tuning.workload import merge, read_recordings
 from layerzero.verify.report import page, read_log, summarise
-from layerzero.verify.trace.constraints import solved, total_axis, violated
 from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
+from layerzero.verify.trace.inputs.constraints import solved, total_axis, violated
 from layerzero.world import capabilities
 from layerzero.world import snapshot as worlds
 from layerzero.world.config import environment_layer, load_policy_file

@@ -35,7 +35,7 @@ from ..kernel.contract import (
     refusals,
     results_of,
 )
-from ..kernel.guarded import _address_space
+from ..kernel.guarded import address_space
 from ..kernel.judging import judge_result, same
 from ..kernel.shared import fingerprint
 
@@ -168,7 +168,7 @@ def _lengthened(values: Mapping[str, Any], table: Table, elements: int,
 
 def _table(like: Tensor, rows: int) -> Tensor | None:
     """Returns a contiguous table of so many rows of zeros."""
-    memory = _address_space(rows * like[0].numel(), like)
+    memory = address_space(rows * like[0].numel(), like)
     return None if memory is None else memory.view(rows, *like.shape[1:])
 
 

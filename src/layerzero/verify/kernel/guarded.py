@@ -220,7 +220,7 @@ def with_distant_rows(t: Tensor) -> Tensor | None:
     if t.dim() < 2 or t.shape[0] < 2 or not t.numel():
         return None
     row_stride = (1 << (32 if t.device.type == "cpu" else 31)) // (t.shape[0] - 1) + t[0].numel()
-    storage = _address_space((t.shape[0] - 1) * row_stride + t[0].numel(), t)
+    storage = address_space((t.shape[0] - 1) * row_stride + t[0].numel(), t)
     if storage is None:
         return None
     inner = t[0].contiguous().stride()
@@ -228,7 +228,7 @@ def with_distant_rows(t: Tensor) -> Tensor | None:
     return distant.copy_(t)
 
 
-def _address_space(size: int, like: Tensor) -> Tensor | None:
+def address_space(size: int, like: Tensor) -> Tensor | None:
     """Returns memory of which only the pages that are written exist; None if there is none."""
     if like.device.type != "cpu":
         free, _ = torch.cuda.mem_get_info() if like.device.type == "cuda" else (0, 0)

@@ -340,7 +340,10 @@ def _cuda_settings(device: str) -> tuple[Setting, ...]:
 
 @lru_cache(maxsize=None)
 def _settings(device: str) -> tuple[Setting, ...]:
-    return _SETTINGS + (_cuda_settings(device) if device.startswith("cuda") else ())
+    if not device.startswith("cuda"):
+        return _SETTINGS
+    # the driver opens files whenever it likes: many calls tell whether a kernel does
+    return tuple(s for s in _SETTINGS if s.get is not _open_files) + _cuda_settings(device)
 
 
 @lru_cache(maxsize=None)

@@ -4,7 +4,6 @@ and the memory that calls leave behind.
 
 from __future__ import annotations
 
-import _random
 import ctypes
 import gc
 import importlib
@@ -94,28 +93,6 @@ def _put_back_arithmetic(_: Any) -> None:
 def _torch_random() -> bytes:
     state = torch.default_generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-_PYTHON_RANDOM: random.Random = random.getstate.__self__     # type: ignore[attr-defined]
-_TWISTER = _random.Random.__basicsize__ - object.__basicsize__
-
-
-def _python_random() -> Any:
-    """Returns the words of Python's generator as they lie in memory: a tuple of 625 numbers takes
-    long to make and to compare."""
-    if sys.implementation.name != "cpython":
-        return random.getstate()
-    return (ctypes.string_at(id(_PYTHON_RANDOM) + object.__basicsize__, _TWISTER),
-            _PYTHON_RANDOM.gauss_next)         # type: ignore[attr-defined]
-
-
-def _put_back_python_random(before: Any) -> None:
-    if sys.implementation.name != "cpython":
-        random.setstate(before)
-        return
-    words, gauss_next = before
-    ctypes.memmove(id(_PYTHON_RANDOM) + object.__basicsize__, words, _TWISTER)
-    _PYTHON_RANDOM.gauss_next = gauss_next     # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=None)
@@ -309,8 +286,7 @@ _SETTINGS: tuple[Setting, ...] = (
             parts=("flash", "memory-efficient", "math", "cuDNN")),
     Setting("denormals or rounding", _arithmetic, _put_back_arithmetic),
     Setting("the state of torch's random numbers", _torch_random, slow=True),
-    Setting("the state of Python's random numbers", _python_random,
-            _put_back_python_random, slow=True),
+    Setting("the state of Python's random numbers", random.getstate, random.setstate, slow=True),
     Setting("the state of numpy's random numbers", _numpy_random, slow=True),
     Setting(ENVIRONMENT, _environment, _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),

@@ -87,7 +87,7 @@ REMEDIES = {
     "ALIBI_UNSUPPORTED": OTHER + "The kernel takes no slopes.",
     "SOFTCAP_UNSUPPORTED": OTHER + "The kernel caps no scores.",
     "LSE_UNSUPPORTED": OTHER + "Ask for the log-sum-exp only where you need it.",
-    "SCALE_UNSUPPORTED": OTHER + "The kernel has a fixed scale.",
+    "SCALE_UNSUPPORTED": OTHER + "The kernel takes positive scales only, or a fixed one.",
     "FEATURE_UNSUPPORTED": OTHER + "The message names the argument; the kernel was written "
         "without it.",
     "ROPE_STYLE_UNSUPPORTED": OTHER + "The kernel rotates halves, or pairs, but not the other.",

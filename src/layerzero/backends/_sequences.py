@@ -15,21 +15,34 @@ from ..spec import rules as r
 from ..spec.reason import Code
 from ._pages import cpu_flash
 
-# FlashAttention takes the largest score before it multiplies by the scale.
-POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
+# FlashAttention takes the largest score before it multiplies by the scale, and so does cuDNN: times
+# 0 a hidden key's -inf is NaN.
+LEAST_SCALE = 1e-30
+POSITIVE_SCALE = r.at_least("scale", LEAST_SCALE, Code.SCALE_UNSUPPORTED)
 # On a GPU heads are an axis of the grid: more of them fail to launch, or are not computed.
 HEADS_OF_A_LAUNCH = r.when(r.device("cuda"),
                            r.at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
+# Above it torch's memory-efficient kernel is not compiled, and torch chooses it all the same.
+EFFICIENT_DIM = r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536)
+EFFICIENT_DIM_ON_CUDA = tuple(r.when(r.device("cuda"), rule) for rule in EFFICIENT_DIM)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
          dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
          enable_gqa: bool = False) -> Tensor:
     """Torch's attention. On CUDA it may choose cuDNN, whose backward misreads a gradient with gaps
-    (torch 2.11, H200): it gets one without."""
+    (torch 2.11, H200): it gets one without. And it gets a positive scale."""
+    query, scale = with_positive_scale(query, scale)
     out = scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale,
                                        enable_gqa=enable_gqa)
     return with_plain_gradient(out) if out.is_cuda else out
+
+
+def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """Returns query and scale of the same scores, with a scale that every kernel of torch takes."""
+    if scale is None or scale >= LEAST_SCALE:
+        return query, scale
+    return (-query, -scale) if scale <= -LEAST_SCALE else (query * scale, 1.0)
 
 
 def with_plain_gradient(out: Tensor) -> Tensor:
@@ -48,8 +61,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
     Torch's attention gives no log-sum-exp but on the CPU, and no gradient flows through that one:
     elsewhere the scores are computed step by step.
     """
-    if scale is not None and scale < 0.0:      # torch hides keys before it multiplies by the scale
-        query, scale = -query, -scale
+    query, scale = with_positive_scale(query, scale)
     n, m, kv_heads = query.shape[0], key.shape[0], key.shape[1]
     flash = return_lse and _flash_gives_lse(query, key, value)
     if softcap > 0.0 or (return_lse and not flash):

@@ -20,6 +20,7 @@ from ..ops.varlen_attention import OP as varlen_attention
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
+from ._sequences import POSITIVE_SCALE
 
 
 def _attention() -> Callable[..., Any]:
@@ -45,10 +46,11 @@ def _varlen() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1, window_right: int = -1,
             softcap: float = 0.0, dropout_p: float = 0.0) -> Any:
+        # a window that is longer than the longest keys is none to it
         return flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p=dropout_p, softmax_scale=scale, logits_soft_cap=softcap, causal=is_causal,
-            window_size=(window_left, window_right, 0),
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p, softmax_scale=scale,
+            logits_soft_cap=softcap, causal=is_causal, window_size=(window_left, window_right, 0),
             deterministic=torch.are_deterministic_algorithms_enabled())
 
     return run
@@ -82,8 +84,8 @@ HEADS: tuple[r.Condition, ...] = (
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
     r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), r.at_least("batch", 1, Code.EMPTY_INPUT),
     r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT),
-    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"), r.unit_stride("key"),
-    r.unit_stride("value"))
+    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), POSITIVE_SCALE, r.unit_stride("query"),
+    r.unit_stride("key"), r.unit_stride("value"))
 ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 ALIGNED_OR_SQUARE = r.any_of(r.equals("causal_offset", 0), ALIGNED)
 # its check: the weight has the dtype of the input
@@ -103,6 +105,9 @@ KERNELS = (
         r.any_of(r.off("is_causal"), r.equals("causal_offset", 0), ALIGNED),
         r.when(r.at_least("window_left", 0), ALIGNED_OR_SQUARE),
         r.when(r.at_least("window_right", 0), ALIGNED_OR_SQUARE),
+        # a right limit of seq_k or more is none to it
+        r.when(r.at_least("window_right", 0), r.any_of(
+            r.on("is_causal"), r.at_least("causal_offset", 0, Code.WINDOW_UNSUPPORTED))),
         r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE),
         # a row that sees no key: its log-sum-exp is not documented

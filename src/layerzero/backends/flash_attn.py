@@ -22,6 +22,7 @@ from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ._pages import half_cache_rules
+from ._sequences import POSITIVE_SCALE
 
 NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
@@ -38,7 +39,7 @@ def _common(vendor: str = "nvidia") -> tuple[r.Condition, ...]:
             r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
             r.at_least("seq_q", 1, Code.EMPTY_INPUT),
             r.at_least("seq_k", 1, Code.EMPTY_INPUT), r.at_least("batch", 1, Code.EMPTY_INPUT),
-            r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"),
+            r.at_least("kv_heads", 1, Code.EMPTY_INPUT), POSITIVE_SCALE, r.unit_stride("query"),
             r.unit_stride("key"), r.unit_stride("value"),
             r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16), r.plain_tensors())
 
@@ -46,7 +47,7 @@ def _common(vendor: str = "nvidia") -> tuple[r.Condition, ...]:
 PAGED: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"),
     r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
-    r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), r.plain_tensors(),
+    r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), POSITIVE_SCALE, r.plain_tensors(),
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens", 1, Code.EMPTY_INPUT),
     r.at_least("pages", 1, Code.EMPTY_INPUT), r.at_least("max_pages", 1, Code.EMPTY_INPUT),
     *half_cache_rules("key_cache", "value_cache"),
@@ -71,6 +72,11 @@ _PACKED: tuple[r.Condition, ...] = (
     r.dtypes("int32", of="cu_seqlens_k.dtype"), NO_ALIBI,
     r.off("return_lse", Code.LSE_UNSUPPORTED))
 DENSE, PACKED = (*_common(), *_DENSE), (*_common(), *_PACKED)
+# Version 2 takes a right limit of seq_k or more for none, and none beside a left one for seq_k.
+KEYS_FOR_WINDOW: tuple[r.Condition, ...] = tuple(
+    r.when(r.at_least(side, 0), r.any_of(
+        r.on("is_causal"), r.at_least("causal_offset", 0, Code.WINDOW_UNSUPPORTED)))
+    for side in ("window_left", "window_right"))
 # AMD's build, by CK: it takes a softcap and ignores it.
 CK: tuple[r.Condition, ...] = (
     *_common("amd"), r.generations("cdna2", "cdna3", "cdna4"),
@@ -110,10 +116,11 @@ def _v2_varlen() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0) -> Any:
+        # a window that is longer than the longest keys is none to it
         return flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p=dropout_p, softmax_scale=scale, causal=is_causal,
-            window_size=(window_left, window_right), softcap=softcap,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p, softmax_scale=scale,
+            causal=is_causal, window_size=(window_left, window_right), softcap=softcap,
             deterministic=torch.are_deterministic_algorithms_enabled())
 
     return run
@@ -279,11 +286,13 @@ _V4: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
 
 KERNELS = (
     Kernel("flash_attn.v2", attention, _v2, variants=BSHD, **_V2, requires=(
-        *DENSE, *V2, r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        *DENSE, *V2, *KEYS_FOR_WINDOW,
+        r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
     Kernel("flash_attn.v2_varlen", varlen_attention, _v2_varlen, **_V2, requires=(*PACKED, *V2)),
     Kernel("flash_attn.v2_ck", attention, _v2, variants=BSHD, **_V2, requires=(
-        *CK, *_DENSE, r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        *CK, *_DENSE, *KEYS_FOR_WINDOW,
+        r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
     Kernel("flash_attn.v2_ck_varlen", varlen_attention, _v2_varlen, **_V2,
            requires=(*CK, *_PACKED)),

@@ -21,7 +21,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
-from ._sequences import HEADS_OF_A_LAUNCH, sdpa
+from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, sdpa
 
 # Bytes of a mask that is made as a whole: asking the mask_mod per block takes milliseconds.
 AT_ONCE = 1 << 24
@@ -108,7 +108,8 @@ KERNELS = (
            less_work="skips the blocks that the mask hides",
            requires=(r.device("cpu", "cuda"), r.at_least("batch", 1, Code.EMPTY_INPUT),
                      r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
-                     r.off("return_lse", Code.LSE_UNSUPPORTED), HEADS_OF_A_LAUNCH, *ON_16_BYTES),
+                     r.off("return_lse", Code.LSE_UNSUPPORTED), HEADS_OF_A_LAUNCH,
+                     *EFFICIENT_DIM_ON_CUDA, *ON_16_BYTES),
            note="reads the block lists on the host"),
     Kernel("torch.block_sparse_flex", block_sparse_attention, _flex, prior=8.0, overhead_us=60.0,
            jit=True, traceable=False, untested=True,

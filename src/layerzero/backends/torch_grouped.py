@@ -25,7 +25,7 @@ from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
 from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
-from ._sequences import HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows
+from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows
 
 Rows = Union[Tensor, slice]                    # where an item's keys lie in the buffer
 
@@ -112,9 +112,10 @@ def _flash() -> Callable[..., Any]:
     def run(query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
             longest_q: int, longest_k: int, is_causal: bool, scale: float | None, left: int,
             right: int, with_lse: bool, used: Tensor | None = None) -> Any:
-        out, lse = entry(query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0,
-                         is_causal, False, scale=scale, window_size_left=left,
-                         window_size_right=right, seqused_k=used)[:2]
+        # a window that is longer than the longest keys is none to it
+        out, lse = entry(query, key, value, starts_q, starts_k, longest_q,
+                         max(longest_q, longest_k), 0.0, is_causal, False, scale=scale,
+                         window_size_left=left, window_size_right=right, seqused_k=used)[:2]
         # a row without keys has +inf
         return out, torch.where(lse == math.inf, -math.inf, lse).t() if with_lse else None
 
@@ -302,7 +303,7 @@ KERNELS = (
            baseline=True, workspace="16 * tokens * heads * head_dim"),
     Kernel("torch.grouped_separate", grouped_attention, _separate, sdpa_backend=SDPA, prior=3.0,
            overhead_us=50.0, baseline=True, graph_safe=False, traceable=False,
-           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH), note=ON_HOST),
+           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA), note=ON_HOST),
     Kernel("torch.grouped_varlen", grouped_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
            prior=8.0, overhead_us=100.0, graph_safe=False, traceable=False,
            workspace="itemsize * n_items * max_seqlen_k * kv_heads * (head_dim + head_dim_v)",

@@ -24,6 +24,7 @@ from ..ops.linear import OP as linear
 from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
+from ._sequences import EFFICIENT_DIM, POSITIVE_SCALE
 
 ALIGNMENT = 64                                 # bytes, of what torch allocates on a CPU
 MAX_GRID = 65535                               # sequences of one launch, and heads
@@ -140,9 +141,10 @@ def _attention_packed() -> Callable[..., Any]:
                                   window_right=window_right) for q, k, v in parts], 2)
         starts = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=query.device)
                   for n in (seq_q, seq_k)]
-        # at least two queries, or flash attention would fold heads into rows and split the keys
+        # at least two queries, or flash attention would fold heads into rows and split the keys;
+        # as many keys, or it would take a longer window for none
         out: Tensor = flash(*(_packed(t) for t in (query, key, value)), *starts, max(seq_q, 2),
-                            seq_k, 0.0, is_causal, False, scale=scale,
+                            max(seq_q, seq_k), 0.0, is_causal, False, scale=scale,
                             window_size_left=window_left, window_size_right=window_right)[0]
         return out.view(batch, seq_q, heads, dim)
 
@@ -199,7 +201,7 @@ BOTTOM_RIGHT = tuple(
              r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
     for nothing in (r.off("is_causal"), *NO_WINDOW))
 SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-POSITIVE_SCALE = r.any_of(r.off("is_causal"), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+CAUSAL_SCALE = r.any_of(r.off("is_causal"), POSITIVE_SCALE)
 BOTH: dict[str, Any] = {"batch_invariant": True, "tp_invariant": True, "only_invariant": True}
 
 KERNELS = (
@@ -212,20 +214,20 @@ KERNELS = (
     Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02, overhead_us=200.0,
            variants=("bhsd",), note="one head of one sequence at a time", **BOTH),
     Kernel("torch.attention_wide", attention, _attention_wide, (
-        r.device("cpu"), r.dtypes(*FLOATS), *FLASH_RULES, SAME_HEAD_DIM, POSITIVE_SCALE),
+        r.device("cpu"), r.dtypes(*FLOATS), *FLASH_RULES, SAME_HEAD_DIM, CAUSAL_SCALE),
            torch=">=2.9", prior=5.0, overhead_us=10.0, variants=("bhsd",), sdpa_backend=FLASH,
            workspace="4 * (itemsize < 4) * batch * head_dim * (2 * heads * seq_q "
                      "+ 2 * kv_heads * seq_k) + 4 * seq_q * seq_k",
            note="in float32, for half types too", **BOTH),
     Kernel("torch.attention_packed", attention, _attention_packed, (
-        *CUDA, HALF, *FLASH_RULES, SAME_HEAD_DIM, r.multiple_of("head_dim", 8),
+        *CUDA, HALF, *FLASH_RULES, SAME_HEAD_DIM, POSITIVE_SCALE, r.multiple_of("head_dim", 8),
         r.at_most("head_dim", 256), *BOTTOM_RIGHT),
            prior=12.0, overhead_us=30.0, variants=("bshd",), sdpa_backend=FLASH,
            differentiable=False, note="never splits the keys of a head", **BOTH),
     Kernel("torch.attention_each_block", attention, _attention_efficient, (
         *CUDA, r.dtypes("float16", "bfloat16", "float32"), *FLASH_RULES, *NO_WINDOW,
         r.multiple_of("head_dim", 8), r.multiple_of("head_dim_v", 8),
-        r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536),
+        *EFFICIENT_DIM,
         r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
                  r.one_of("causal_align", None, "top_left",
                           code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))),

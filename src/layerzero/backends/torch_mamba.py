@@ -50,7 +50,7 @@ def _convolve() -> Callable[..., Any]:
             if x.shape[2] == width and not padding:    # a token: torch's takes longer to begin
                 out = (inputs * weight.to(acc_dtype)).sum(-1, keepdim=True)
                 out = out if bias is None else out + bias.to(acc_dtype)[:, None]
-            elif x.device.type == "cpu":
+            elif x.device.type == "cpu" or by_cudnn(inputs):
                 out = _sum_of_products(F.pad(inputs, (padding, 0)) if padding else inputs,
                                        weight.to(acc_dtype), bias)
             else:
@@ -60,6 +60,12 @@ def _convolve() -> Callable[..., Any]:
         return (F.silu(out) if activation else out).to(x.dtype).contiguous()
 
     return run
+
+
+def by_cudnn(x: Tensor) -> bool:
+    """Returns whether torch leaves a convolution on CUDA to cuDNN, which rounds float32 to TF32:
+    one channel is no depthwise convolution to it, and its own kernel counts in 32 bits."""
+    return x.shape[1] == 1 or x.numel() >= 1 << 31
 
 
 def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import FLOATS, position_terms
 from ..ops.formulas.paged import Part, gather_pages, group_heads, read_spans, ungroup_heads
@@ -36,7 +35,7 @@ from ._pages import (
     gather_visible,
     is_checkable,
 )
-from ._sequences import HEADS_OF_A_LAUNCH, sdpa
+from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, sdpa
 
 # gather: any device
 
@@ -159,7 +158,7 @@ def padded_decode(
                                 attn_mask=upcast.masked_fill(~mask, -math.inf), scale=scale)
         lse = lse.flatten(1).masked_fill((context_lens == 0)[:, None], -math.inf)
     else:
-        out = scaled_dot_product_attention(q, key, value, mask, scale=scale)
+        out = sdpa(q, key, value, mask, scale=scale)
     out = out.flatten(1, 2).masked_fill((context_lens == 0)[:, None, None], 0.0).to(query.dtype)
     out = out if value_scale is None else _scale_heads(out, value_scale, kv_heads)
     return (out, lse) if return_lse else out
@@ -173,7 +172,8 @@ KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,
            baseline=True, variants=("NHD",), graph_safe=False, traceable=False,
-           workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH), note=ON_HOST),
+           workspace=f"2 * {KEYS}",
+           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA), note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
            variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",
@@ -185,6 +185,7 @@ KERNELS = (
            variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
                *DECODE, HALF_OFF_CPU, SAME_HEAD_DIM, NO_SOFTCAP, r.unit_stride("query"),
+               *EFFICIENT_DIM_ON_CUDA,
                r.any_of(r.off("return_lse"), r.device("cpu")),
                r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))),
            note="reads every table row to its full width; no length leaves the device"),

@@ -330,7 +330,8 @@ def _fp8_dynamic() -> Callable[..., Any]:
             activations: str) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).float()
         step = (flat.abs().amax(-1, keepdim=True) / 448.0).clamp_(min=TINY)
-        codes = (flat / step).clamp_(-448.0, 448.0).to(fp8)
+        # in rows, which cuBLASLt takes, whatever order x has
+        codes = (flat / step).clamp_(-448.0, 448.0).to(fp8, memory_format=torch.contiguous_format)
         if x.device.type == "cuda":
             # rows by columns, both on 16 bytes, and so the scales that cuBLASLt reads as vectors
             out = product(codes, _align(weight_q.contiguous(), 16).t(), step,

@@ -21,7 +21,7 @@ from ..ops.formulas.common import FLOATS, position_terms
 from ..spec import rules as r
 from ..spec.kernel import SDPA, SDPA_BACKENDS, ByFact, Const, Direct, Kernel, direct
 from ..spec.reason import Code
-from ._sequences import sdpa
+from ._sequences import EFFICIENT_DIM, EFFICIENT_DIM_ON_CUDA, POSITIVE_SCALE, sdpa
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
@@ -45,7 +45,7 @@ BOTTOM_RIGHT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
                         r.one_of("causal_align", "bottom_right",
                                  code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 # Masked scores are -inf before scaling: times 0 that is NaN, times a negative number +inf.
-CAUSAL_SCALE = r.any_of(r.off("is_causal"), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+CAUSAL_SCALE = r.any_of(r.off("is_causal"), POSITIVE_SCALE)
 HAS_HEADS = r.at_least("kv_heads", 1, Code.EMPTY_INPUT)
 HAS_BATCH = r.at_least("batch", 1, Code.EMPTY_INPUT)
 NOT_EMPTY = (r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT),
@@ -316,8 +316,6 @@ NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
 SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for rule in (
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
     r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
-# Above it torch's memory-efficient kernel is not compiled, and torch chooses it all the same.
-EFFICIENT_DIM = r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536)
 # Grids have batch and heads on axes that are limited to 65535. Torch's own choice launches more all
 # the same, and leaves part of the result unwritten (torch 2.11, H200).
 GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
@@ -325,8 +323,10 @@ GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in 
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     r.when(r.device("cuda"), MASK_ON_16_BYTES),
-    *(r.when(r.device("cuda"), rule) for rule in (*EFFICIENT_DIM, *GRID)),
+    *EFFICIENT_DIM_ON_CUDA, *(r.when(r.device("cuda"), rule) for rule in GRID),
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
+# flash and cuDNN, which take half types
+SCALE_ON_CUDA = r.when(r.device("cuda"), r.when(r.dtypes(*HALF), POSITIVE_SCALE))
 
 CPU_FLASH: tuple[r.Condition, ...] = (
     r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT,
@@ -336,7 +336,7 @@ CUDA_FLASH: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
     r.at_most("head_dim", 256),
     SAME_HEAD_DIM, *NOT_EMPTY, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_MASK, NO_SOFTCAP,
-    NO_ALIBI,
+    NO_ALIBI, POSITIVE_SCALE,
     # its backward does not fit into the shared memory of these
     r.any_of(r.off("grad"), r.at_most("head_dim", 192),
              r.Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
@@ -353,7 +353,7 @@ CUDA_CUDNN: tuple[r.Condition, ...] = (
     r.multiple_of("head_dim_v", 8), r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
     r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED),
     HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_DROPOUT,
-    NO_SOFTCAP)
+    NO_SOFTCAP, POSITIVE_SCALE)
 CUDNN_PLAIN: tuple[r.Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
@@ -369,7 +369,7 @@ KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, sdpa_backend=SDPA,
            prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
         HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU,
-        *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        *SDPA_ON_CUDA, SCALE_ON_CUDA, NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask "
              "that hides a whole row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
@@ -431,7 +431,10 @@ KERNELS = (
            requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
                      r.any_of(r.equals("causal_offset", 0),
                               r.one_of("causal_align", "bottom_right",
-                                       code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
+                                       code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)),
+                     # no right limit is one of seq_k to it, and one of seq_k or more is none
+                     r.any_of(r.on("is_causal"),
+                              r.at_least("causal_offset", 0, Code.WINDOW_UNSUPPORTED)))),
     Kernel("torch.sdpa_efficient", attention, _efficient, sdpa_backend=EFFICIENT,
            prior=8.0, variants=BHSD, deterministic_backward=False,
            requires=(*CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT)),

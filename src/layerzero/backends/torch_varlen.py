@@ -17,7 +17,13 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._pages import empty_result
-from ._sequences import HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows, sdpa
+from ._sequences import (
+    EFFICIENT_DIM_ON_CUDA,
+    HEADS_OF_A_LAUNCH,
+    POSITIVE_SCALE,
+    attend_rows,
+    sdpa,
+)
 
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
@@ -60,8 +66,9 @@ def _varlen() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
+        # a window that is longer than the longest keys is none to it
         return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                           max_seqlen_k,  # type: ignore[return-value]
+                           max(max_seqlen_q, max_seqlen_k),  # type: ignore[return-value]
                            scale=scale, window_size=window, **gqa_option)  # type: ignore[arg-type]
 
     return run
@@ -75,9 +82,10 @@ def _varlen_flash() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, dropout_p: float = 0.0, return_lse: bool = False) -> Any:
-        out, lse = flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                         dropout_p, is_causal, False, scale=scale, window_size_left=window_left,
-                         window_size_right=window_right)[:2]
+        # a window that is longer than the longest keys is none to it
+        out, lse = flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                         max(max_seqlen_q, max_seqlen_k), dropout_p, is_causal, False, scale=scale,
+                         window_size_left=window_left, window_size_right=window_right)[:2]
         # (heads, tokens); a row without a key has +inf
         return (out, torch.where(lse == math.inf, -math.inf, lse).t()) if return_lse else out
 
@@ -145,6 +153,7 @@ KERNELS = (
            prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
            requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP, HEADS_OF_A_LAUNCH,
+                     *EFFICIENT_DIM_ON_CUDA,
                      r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
                      r.when(r.on("return_lse"),
                             r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),

@@ -23,6 +23,7 @@ from ..ops.attention import OP as attention
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code, Reason
+from ._sequences import POSITIVE_SCALE
 
 
 def built() -> bool | Reason:
@@ -99,7 +100,7 @@ KERNELS = (
                r.at_most("head_dim", 256), r.at_most("head_dim_v", 256),
                r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
                r.at_least("seq_k", 1, Code.EMPTY_INPUT),
-               r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+               r.at_least("kv_heads", 1, Code.EMPTY_INPUT), POSITIVE_SCALE,
                r.off("return_lse", Code.LSE_UNSUPPORTED),
                r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
                r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),

@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from ...spec.op import Op
 from ...spec.rules.expr import parse
 from ..kernel.case_sizes import numbers_of, relative_size
 from ..kernel.contract import (
+    SMALL,
     case_contents,
     case_facts,
     case_outline,
@@ -135,8 +137,9 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
                 op, donor[0]))[:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
-            nearest = sorted(accepted, key=lambda row: (-len(row[2] & donor_given),  # type: ignore[misc]
-                                                        relative_size(op, row[1])))[:6]
+            nearest = sorted(accepted, key=lambda row: (  # type: ignore[misc]
+                relative_size(op, row[1]) > SMALL, -len(row[2] & donor_given),
+                relative_size(op, row[1])))[:6]
             candidates += _combinations(op, name, donor,
                                         [(case, dtype) for dtype, case, _, _ in nearest], takes)
             if candidates and candidates[-1][0]:
@@ -157,11 +160,10 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
         joined = ({**base, **donor}, {**donor, **base},
                   *({**base, param: donor[param]} for param in donor))
         base_size = relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
-        candidates = [ArgumentCase(name, case) for case in joined
-                if is_accepted(op, case, None if relative_size(op, case) <= base_size
-                                else MAX_FLOPS)]
-        candidates.append(ArgumentCase(name, base, donor))
-        for candidate in candidates:
+        candidates = (ArgumentCase(name, case) for case in joined
+                      if is_accepted(op, case, None if relative_size(op, case) <= base_size
+                                     else MAX_FLOPS))
+        for candidate in chain(candidates, (ArgumentCase(name, base, donor),)):
             key = ("argument", dtype, name, repr(candidate))
             facts = compute_once(op, key, partial(_facts_with, op, candidate, dtype), nbytes=0)
             if facts and takes(facts):
@@ -303,9 +305,15 @@ def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case],
 
 
 def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS, seed: int = 0) -> bool:
-    """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
+    """Does the contract allow this call, and is it cheap enough? Tried on the op itself, once for
+    all of its kernels."""
     if limit is not None and relative_size(op, case) > LARGE:
         return False
+    return bool(compute_once(op, ("accepted", repr(case), limit, seed), partial(
+        _is_accepted, op, case, limit, seed), nbytes=0))
+
+
+def _is_accepted(op: Op, case: Case, limit: float | None, seed: int) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -78,7 +78,7 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     sizes, crossings = {"quick": (FEW_SIZES, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
     # as they are run: what is drawn and computed here is not drawn and computed again
     stress = [c for c in op.stress if is_accepted(op, c, None, seed)]
-    candidates = [*stress, *(c for c in _sweep(op, sizes) if is_accepted(op, c, seed=seed)),
+    candidates = [*stress, *(c for c in _sweep(op, sizes, seed) if is_accepted(op, c, seed=seed)),
                   *_cross(op, rng, crossings, stress, seed)]
     for case in candidates:
         by_key.setdefault(case_key(case), case)
@@ -271,14 +271,15 @@ def small_stress(op: Op) -> list[Case]:
     return [c for c in op.stress if relative_size(op, c) <= LARGE]
 
 
-def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
-    """Yields cases with one number changed; where it is large, the others are small."""
+def _sweep(op: Op, sizes: tuple[int, ...], seed: int) -> Iterator[Case]:
+    """Yields cases with one number changed; where it is large, the others are small. Of few sizes
+    every other one, by the seed."""
     numbers = numbers_of(op)
     small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
              for n, d in numbers.items()}
-    for name, default in numbers.items():
+    for i, (name, default) in enumerate(numbers.items()):
         others = {n: d for n, d in small.items() if n != name and d != numbers[n]}
-        for n in sizes:
+        for n in sizes if sizes is not FEW_SIZES else sizes[(i + seed) % 2::2]:
             yield {**(others if n > 128 else {}), name: n if type(default) is int
                    else (*default[:-1], n)}
         if not isinstance(default, int):

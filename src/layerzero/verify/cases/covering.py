@@ -31,12 +31,12 @@ from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small
 
 TILES = (1, 8, 32, 64, 128)
 BEYOND = range(257, 321)                       # more than a tile of 256, drawn for each call
-ROWS = {"quick": 160, "full": 400, "stress": 400}
+ROWS = {"quick": 80, "full": 400, "stress": 400}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller
-TRIES = 4                                      # calls that are tried for two arguments
+TRIES = 3                                      # calls that are tried for two arguments
 LEVELS = 12                                    # values of one argument beside its default
-EXTRA = {"quick": 10, "full": 60, "stress": 60}
+EXTRA = {"quick": 6, "full": 60, "stress": 60}
 
 
 def _cover(rows: Sequence[tuple[Case, int, int]], limit: int) -> list[Case]:

@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from ...spec.op import Op
 from ...spec.rules.expr import parse
 from ..kernel.case_sizes import numbers_of, relative_size
 from ..kernel.contract import (
+    SMALL,
     case_contents,
     case_facts,
     case_outline,
@@ -49,6 +51,7 @@ SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 8
 FEW_SIZES = (1, 2, 3, 16, 33, 64, 96, 128, 192, 256, 320, 512, 1025)
 # only for torch's signature; random
 _NOT_TESTED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")
+HALVES = ("float16", "bfloat16")
 LARGE = 40                                     # times the default sizes
 MAX_FLOPS, MAX_ELEMENTS = 6e7, 1.2e6           # the largest case of sweeps and crossings
 
@@ -75,7 +78,7 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     sizes, crossings = {"quick": (FEW_SIZES, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
     # as they are run: what is drawn and computed here is not drawn and computed again
     stress = [c for c in op.stress if is_accepted(op, c, None, seed)]
-    candidates = [*stress, *(c for c in _sweep(op, sizes) if is_accepted(op, c, seed=seed)),
+    candidates = [*stress, *(c for c in _sweep(op, sizes, seed) if is_accepted(op, c, seed=seed)),
                   *_cross(op, rng, crossings, stress, seed)]
     for case in candidates:
         by_key.setdefault(case_key(case), case)
@@ -129,12 +132,14 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
             return [], missing
     chosen: list[ArgumentCase] = []
     for name in sorted(missing) if accepted else ():
-        donors = [(case, given) for case, given, _ in known_cases(op, lane, seed, op.dtypes[0])
-                  if name in given][:4]
+        donors = sorted(((case, given) for case, given, _ in known_cases(
+            op, lane, seed, op.dtypes[0]) if name in given), key=lambda donor: relative_size(
+                op, donor[0]))[:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
-            nearest = sorted(accepted, key=lambda row: (-len(row[2] & donor_given),  # type: ignore[misc]
-                                                        relative_size(op, row[1])))[:6]
+            nearest = sorted(accepted, key=lambda row: (  # type: ignore[misc]
+                relative_size(op, row[1]) > SMALL, -len(row[2] & donor_given),
+                relative_size(op, row[1])))[:6]
             candidates += _combinations(op, name, donor,
                                         [(case, dtype) for dtype, case, _, _ in nearest], takes)
             if candidates and candidates[-1][0]:
@@ -155,11 +160,10 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
         joined = ({**base, **donor}, {**donor, **base},
                   *({**base, param: donor[param]} for param in donor))
         base_size = relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
-        candidates = [ArgumentCase(name, case) for case in joined
-                if is_accepted(op, case, None if relative_size(op, case) <= base_size
-                                else MAX_FLOPS)]
-        candidates.append(ArgumentCase(name, base, donor))
-        for candidate in candidates:
+        candidates = (ArgumentCase(name, case) for case in joined
+                      if is_accepted(op, case, None if relative_size(op, case) <= base_size
+                                     else MAX_FLOPS))
+        for candidate in chain(candidates, (ArgumentCase(name, base, donor),)):
             key = ("argument", dtype, name, repr(candidate))
             facts = compute_once(op, key, partial(_facts_with, op, candidate, dtype), nbytes=0)
             if facts and takes(facts):
@@ -267,14 +271,15 @@ def small_stress(op: Op) -> list[Case]:
     return [c for c in op.stress if relative_size(op, c) <= LARGE]
 
 
-def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
-    """Yields cases with one number changed; where it is large, the others are small."""
+def _sweep(op: Op, sizes: tuple[int, ...], seed: int) -> Iterator[Case]:
+    """Yields cases with one number changed; where it is large, the others are small. Of few sizes
+    every other one, by the seed."""
     numbers = numbers_of(op)
     small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
              for n, d in numbers.items()}
-    for name, default in numbers.items():
+    for i, (name, default) in enumerate(numbers.items()):
         others = {n: d for n, d in small.items() if n != name and d != numbers[n]}
-        for n in sizes:
+        for n in sizes if sizes is not FEW_SIZES else sizes[(i + seed) % 2::2]:
             yield {**(others if n > 128 else {}), name: n if type(default) is int
                    else (*default[:-1], n)}
         if not isinstance(default, int):
@@ -301,9 +306,15 @@ def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case],
 
 
 def is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS, seed: int = 0) -> bool:
-    """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
+    """Does the contract allow this call, and is it cheap enough? Tried on the op itself, once for
+    all of its kernels."""
     if limit is not None and relative_size(op, case) > LARGE:
         return False
+    return bool(compute_once(op, ("accepted", repr(case), limit, seed), partial(
+        _is_accepted, op, case, limit, seed), nbytes=0))
+
+
+def _is_accepted(op: Op, case: Case, limit: float | None, seed: int) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -353,10 +364,12 @@ def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
-    """Returns every dtype for the op's own cases; for the others the widest and the narrowest
-    mantissa, in the quick lane one of them."""
+    """Returns every dtype for the op's own cases, in the quick lane one of 16 bits; for the others
+    the widest and the narrowest mantissa, in the quick lane one of them."""
     if case_key(case) in own_keys(op) or lane == "stress":
-        return op.dtypes
+        left_out = HALVES[zlib.crc32(case_key(case).encode()) % 2]
+        return op.dtypes if lane != "quick" or not {*HALVES} <= {*op.dtypes} else tuple(
+            d for d in op.dtypes if d != left_out)
     wide_and_narrow = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     is_large = relative_size(op, case) > LARGE
     if lane == "quick" and (case not in op.stress or is_large):        # one of the two, as it falls

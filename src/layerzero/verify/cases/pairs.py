@@ -48,17 +48,17 @@ from .generated import (
 )
 from .index_sizes import LOOPS, index_and_rank_calls
 
-POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
+POOL, LIMIT = {"quick": 90, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
 LARGEST, LOOPED = 20_000, {"quick": 2_200, "full": 4_300, "stress": 4_300}
 ALONE = {"quick": 70_000, "full": 140_000, "stress": 140_000}
-HALVED = ("attention", *LOOPS)                # of their remainders a quick seed meets half
-SINGLE_SIZES = 24
+HALVED = ("attention", *LOOPS)                # of what takes long a quick seed has half
+SINGLE_SIZES = 10
 BLOCK = 16                                     # sizes that are paired as they fall
-LONE_PAIRS = {"quick": 100, "full": 400, "stress": 400}
-ONES = {"quick": 500, "full": 2000, "stress": 2000}
+LONE_PAIRS = {"quick": 50, "full": 400, "stress": 400}
+ONES = {"quick": 180, "full": 2000, "stress": 2000}
 _LEFT_OUT = ("extreme", "stride", "memory")    # of which other checks have every one
 FLOATS = ("float32", "bfloat16")
 # sizes, and the dtype, by another name: in cases of their own
@@ -96,7 +96,8 @@ def _is_large(value: Any) -> bool:
     return type(value) is int and value > 1_000
 
 
-def small_sizes(op: Op) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def small_sizes(op: Op) -> Mapping[str, Any]:
     """Returns the sizes of the input generator, none of them large."""
     return {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
             for n, d in numbers_of(op).items() if n not in op.by_name and d != 0}
@@ -207,8 +208,8 @@ def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
 
 def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case]]]]:
     """Yields for two sizes of the op at a time cases in which both have other remainders of 128, a
-    large one beside a small one; of an expensive op half of all in the quick lane, so that two
-    seeds meet every one; all up to 256 in the longer ones. After each come cases with one of the
+    large one beside a small one; a third of all in the quick lane, so that three seeds meet every
+    one; all up to 256 in the longer ones. After each come cases with one of the
     two alone, for sizes that do not go together. Then the calls in which all sizes are drawn, past
     16 bits, of every rank."""
     numbers = numbers_of(op)
@@ -451,8 +452,7 @@ def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,
 def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:
     order = list(range(1, 129 if lane == "quick" else 257))
     random.Random(f"residues {op.name} {name}").shuffle(order)
-    halved = lane == "quick" and op.family in HALVED
-    return order[seed % 2 * 64:][:64] if halved else order
+    return order[seed % 3::3] if lane == "quick" else order
 
 
 def _paired(columns: list[list[int]], rng: random.Random) -> list[list[int]]:

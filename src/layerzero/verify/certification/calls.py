@@ -57,8 +57,8 @@ def _result(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: s
 
 
 def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                     seed: int = 0, calls: int = 1200) -> CaseResult:
-    """Calls the kernel a thousand times with the same values, a slow one a quarter as often: the
+                     seed: int = 0, calls: int = 400) -> CaseResult:
+    """Calls the kernel hundreds of times with the same values, a slow one a quarter as often: the
     answer stays the same, results stay the caller's, nothing is left behind."""
     op = kernel.op
 
@@ -160,7 +160,7 @@ def _copied(value: Any) -> Any:
 
 
 def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                         seed: int = 0, calls: int = 160) -> CaseResult:
+                         seed: int = 0, calls: int = 80) -> CaseResult:
     """Calls the kernel with its backward many times, and without: nothing is left behind. A slow
     one is called a quarter as often."""
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
@@ -246,18 +246,34 @@ def check_output_margins(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
                    "out of bounds" if overrun else "", overrun)
 
 
+class Budget:
+    """CPU time in a kernel that several checks share: each may take an equal part of the rest."""
+
+    def __init__(self, seconds: float, checks: int) -> None:
+        self.left, self.checks = seconds, checks
+
+    @property
+    def part(self) -> float:
+        return max(self.left, 0.0) / max(self.checks, 1)
+
+    def take(self, seconds: float) -> None:
+        self.left -= seconds
+        self.checks -= 1
+
+
 def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str, Any]]], dtype: str,
                 device: str = "cpu", seed: int = 0, all_others: bool = True,
-                limit_s: float = math.inf) -> CaseResult:
+                budget: Budget | None = None) -> CaseResult:
     """Calls the kernel once for each case and compares it with the eager formula; what looks wrong
     is judged as any other case is. The result is the first that fails, or says how many ran.
 
     A case comes with others that take its place where the contract does not allow it: all of them,
-    or the first that it allows. After `limit_s` of CPU time in the kernel the rest is left
-    out, as the result says, and before it what would take longer still, by what its rows took so
-    far: what computes one row at a time takes minutes for them.
+    or the first that it allows. After its part of the `budget` the rest is left out, as the result
+    says, and before it what would take longer still, by what its rows took so far: what computes
+    one row at a time takes minutes for them.
     """
     ran, left, spent, for_a_row = 0, 0, 0.0, 0.0
+    limit_s = math.inf if budget is None else budget.part
     for first, *others in cases:
         if spent > limit_s or (for_a_row and spent + for_a_row * _rows(kernel.op, first, dtype)
                                > limit_s):
@@ -275,9 +291,11 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
                     return judged
             if right is not None and (case is first or not all_others):
                 break
+    if budget is not None:
+        budget.take(spent)
     return _result(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
                    "passed" if ran else "skipped", detail=f"{ran} calls" + (
-                       f"; {left} {LEFT_OUT} {limit_s:g} s" if left else ""))
+                       f"; {left} {LEFT_OUT} {limit_s:.2g} s" if left else ""))
 
 
 def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:

@@ -48,10 +48,10 @@ from .non_finite import nan_propagates
 # with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
 # After so long the rest is left to the full lane: of one kernel, and of all together.
-JIT_QUICK_S, JIT_ALL_S = 20.0, 30.0
+JIT_QUICK_S, JIT_ALL_S = 12.0, 15.0
 # A case in which a kernel takes longer is not asked again at another dtype; nor are others of as
 # many heads or rows, where it is these that take long.
-SLOW_CASE_S = 0.6
+SLOW_CASE_S = 0.25
 OUTRIGHT_FAILURES = 100                        # that may hide others from a diagnosis
 
 

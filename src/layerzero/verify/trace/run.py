@@ -35,6 +35,7 @@ from .answers.frequencies import drawn_often, frequencies
 from .answers.lookup import answers
 from .answers.references import Ran, References
 from .answers.truths import truths
+from .answers.unseen import NOTE, queries_without_keys
 from .definition import Definition, RandomInput, ScalarInput, Workload
 from .inputs.generation import generate
 from .readings import Unmapped
@@ -124,6 +125,8 @@ class Limits:
     override: float | None = None              # atol and rtol, instead of the error budget
     # in a workload of others: a sequence without keys is NaN for some references
     may_be_nan: bool = False
+    # rows of the outputs that a reference may leave undefined
+    undefined: Tensor | None = None
 
     def of(self, output: str, exact: bool) -> ElementTolerance:
         """Return what is allowed in one output. `exact`: both sides compute in float32, as a
@@ -133,6 +136,18 @@ class Limits:
         if self.override is not None:
             return tolerance_of(dtypes, self.override)
         return error_budget(dtypes, self.definition.outputs[output].dtype, exact=exact)
+
+    def may_be_undefined(self, output: Tensor) -> Tensor:
+        """Return which values of an output a reference may leave undefined."""
+        rows = self.undefined
+        if rows is None or output.shape[:1] != rows.shape:
+            return torch.zeros(output.shape, dtype=torch.bool)
+        return rows.reshape(-1, *[1] * (output.dim() - 1)).expand(output.shape)
+
+    def leaves_undefined(self, outputs: Mapping[str, Tensor]) -> bool:
+        """Has a reference left something undefined that it may?"""
+        return any(bool((t.isnan().cpu() & self.may_be_undefined(t)).any())
+                   for t in outputs.values())
 
 
 def verify(definition: Definition, references: References, size: str = "small", *,
@@ -269,6 +284,7 @@ def _verify_answer(
         return DefinitionReport(definition, "failed", answer=str(answer),
                                 detail=f"lz raised {type(e).__name__}: {e}")
     latency = (time.perf_counter() - start) * 1e3
+    limits = replace(limits, undefined=queries_without_keys(answer, inputs) if ran.ok else None)
     others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
     absent: dict[str, str] = {}
     for truth in truths(answer, device) if not answer.random or answer.kind == "sampling" else ():
@@ -291,9 +307,10 @@ def _verify_answer(
         comparisons += [compare_outputs(a, others[a], b, others[b], limits)
                         for i, b in enumerate(names) for a in names[i + 1:]]
     ours = [c for c in comparisons if c.got == "lz"]
-    note = ""
+    notes = [NOTE] if limits.leaves_undefined(ran.outputs) else []
     if ran.ok and not answer.random and all(c.passed for c in ours):
-        comparisons, note = _but_for_rounding(comparisons, others, limits, precise)
+        comparisons, rounds = _but_for_rounding(comparisons, others, limits, precise)
+        notes += [rounds] if rounds else []
     status = ("failed" if not all(c.passed for c in ours)
               else "unproven" if not ours or ran.died
               else "passed" if all(c.passed for c in comparisons) else "disputed")
@@ -304,7 +321,7 @@ def _verify_answer(
         answer=str(answer),
         kernels=tuple(dict.fromkeys(kernels)),
         absent=absent,
-        detail=note,
+        detail="; ".join(notes),
         latency_ms=latency,
         reference_ms=ran.ms,
     )
@@ -339,15 +356,18 @@ def compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: Ma
     verdicts = [compare(o, got[o], want[o], limits.of(o, exact)) for o in want if o in got]
     return Comparison(name, against, tuple(
         v if limits.may_be_nan or not v.passed or not v.metrics.undefined
-        else _refuse_nan(v, got[v.output], against) for v in verdicts))
+        else _refuse_nan(v, got[v.output], want[v.output], against, limits) for v in verdicts))
 
 
-def _refuse_nan(verdict: ComparisonVerdict, got: Tensor, against: str) -> ComparisonVerdict:
-    """A NaN on both sides is agreement, on one it is none."""
-    extra = verdict.metrics.undefined - int(got.isnan().sum())
-    return verdict if extra <= 0 else replace(
+def _refuse_nan(verdict: ComparisonVerdict, got: Tensor, want: Tensor, against: str,
+                limits: Limits) -> ComparisonVerdict:
+    """A NaN on both sides is agreement, on one it is none, unless it stands for nothing."""
+    extra = want.isnan().cpu() & ~got.isnan().cpu()
+    if against == "reference":
+        extra &= ~limits.may_be_undefined(want)
+    return verdict if not bool(extra.any()) else replace(
         verdict, status="INCORRECT_NUMERICAL",
-        detail=f"{extra} values of the {against} are NaN and finite here")
+        detail=f"{int(extra.sum())} values of the {against} are NaN and finite here")
 
 
 def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor],

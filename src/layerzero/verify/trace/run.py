@@ -163,7 +163,8 @@ def verify(definition: Definition, references: References, size: str = "small", 
     changes: Mapping[str, tuple[int, int]] = {}
     absent: dict[str, str] = {}
     used = definition
-    if size == "small" and workload is None and not as_is and too_large(definition):
+    if size == "small" and workload is None and not as_is and too_large(definition,
+                                                                                 device=device):
         try:
             used, changes = scaled(definition)
             candidates = answers(used)

@@ -1,8 +1,8 @@
 """Queries that a causal mask leaves without a key.
 
 A sequence with more queries than keys has some: its last query is aligned with its last key. No
-caller asks for them, so a reference whose softmax of nothing is NaN leaves them undefined; it is not
-wrong. A sequence without any keys is another matter, which callers do have.
+caller asks for them, so a reference whose softmax of nothing is NaN leaves them undefined, it is
+not wrong. A sequence without any keys is another matter, which callers do have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _TEXT = re.compile(
     r"(fully|completely|entirely)[ -]masked[^.;]*(zero|\b0\b|inf(inity)?\b)|"
     r"(no|without|without any|zero)( visible| valid| attended)? (keys?|kv|tokens? to attend)\b"
     r"[^.;]*(zero|\b0\b|inf(inity)?\b)|"
-    r"(zeros?|\b0|inf(inity)?)\b[^.;]*\b(no|without|without any)( visible| valid| attended)? keys?\b")
+    r"(zeros?|\b0|inf(inity)?)\b[^.;]*\b"
+    r"(no|without|without any)( visible| valid| attended)? keys?\b")
 # what only a reference has that says what such a query gives; isinf also keeps a maximum finite
 _CODE = re.compile(r"isnan|nan_to_num|\.any\(|(max_kv\w*|visible|limit)\s*<=?\s*[01]\b")
 

@@ -22,6 +22,7 @@ from ...spec.codec import encode
 from ...spec.display import Displayed
 from ...spec.errors import DataError
 from ..comparison import (
+    UNITS,
     ComparisonVerdict,
     ElementTolerance,
     compare,
@@ -43,6 +44,7 @@ from .scaling import CannotScale, scaled, too_large
 
 REPEATS = 3                                    # runs to time, after the first
 LONG_S = 0.1                                   # a call that is timed once
+PRODUCT_ROUNDINGS = 2.0                        # of a row of a product: half units, root mean square
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Limits:
     override: float | None = None              # atol and rtol, instead of the error budget
     # in a workload of others: a sequence without keys is NaN for some references
     may_be_nan: bool = False
+    product: bool = False                      # of two matrices
     # rows of the outputs that a reference may leave undefined
     undefined: Tensor | None = None
 
@@ -136,6 +139,14 @@ class Limits:
         if self.override is not None:
             return tolerance_of(dtypes, self.override)
         return error_budget(dtypes, self.definition.outputs[output].dtype, exact=exact)
+
+    def rounded(self, output: str) -> ElementTolerance:
+        """Return what is allowed where a reference rounds in between. A product does so a few
+        times, however long it is: sums that are kept in 16 bits are off by more."""
+        allowed, unit = self.of(output, False), UNITS.get(self.definition.outputs[output].dtype)
+        if unit is None or self.override is not None or not self.product:
+            return allowed
+        return replace(allowed, rms=min(allowed.rms, PRODUCT_ROUNDINGS * unit))
 
     def may_be_undefined(self, output: Tensor) -> Tensor:
         """Return which values of an output a reference may leave undefined."""
@@ -182,7 +193,7 @@ def verify(definition: Definition, references: References, size: str = "small", 
     ran = references.run(used, inputs, device)
     if not ran.ok:
         absent["reference"] = ran.why
-    limits = Limits(used, tolerance, workload is not None)
+    limits = Limits(used, tolerance, workload is not None, candidates[0].kind == "gemm")
     report = _judge(definition, candidates, inputs, ran, limits, device,
                     lambda: unrounded(used, references, inputs, device))
     if report.passed and (warm or report.latency_ms < LONG_S * 1e3):
@@ -339,7 +350,7 @@ def _but_for_rounding(comparisons: list[Comparison], others: Mapping[str, Mappin
     if not between or not all(c.passed for i, c in enumerate(comparisons) if i not in between):
         return comparisons, ""
     torch_outputs, rounded = others["torch"], others["reference"]
-    wide = [compare(o, torch_outputs[o], rounded[o], limits.of(o, False)) for o in torch_outputs]
+    wide = [compare(o, torch_outputs[o], rounded[o], limits.rounded(o)) for o in torch_outputs]
     ran = precise() if all(v.passed for v in wide) else Ran(status="failed")
     if not ran.ok or not compare_outputs("torch", torch_outputs, "reference", ran.outputs,
                                          limits).passed:

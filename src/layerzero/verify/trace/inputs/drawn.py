@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..definition import Definition
-from ..readings import skips
-from ..statements import softcap
+from ..readings import constant, skips
+from ..statements import plain, softcap
 
 # Shares of the likeliest tokens of a row, and a top_p just beyond three of them: a filter that
 # takes it for less loses the fourth, which comes often. They differ much: powers of them show.
@@ -131,6 +131,31 @@ def favour(bias: Tensor, first: int, count: int) -> Tensor:
             top = int(free.argmax())
             bias[[place, top]] = bias[[top, place]]
     return bias
+
+
+def groups(definition: Definition) -> int:
+    """How many groups of experts its text, an axis or a constant speaks of; 1 if none does."""
+    named = constant(definition, r"n(um)?_(expert_)?groups?")
+    text = plain(f"{definition.name} {definition.description}")
+    said = re.search(r"\bng(\d+)\b|\bn group ?=? ?(\d+)|\b(\d+) groups", text)
+    return named or (int(next(filter(None, said.groups()))) if said else 1)
+
+
+def bias_in_groups(bias: Tensor, parts: int, first: int) -> Tensor:
+    """Returns the bias with two large values in half of the groups, that of expert `first` before
+    the others, and one that is larger in the others: where nothing else decides, the best of a
+    group and the sum of its best two choose otherwise."""
+    width = len(bias) // max(parts, 1)
+    if parts < 2 or width < 2 or len(bias) % parts:
+        return bias
+    order = [(first // width + i) % parts for i in range(parts)]
+    pairs, single = order[:parts // 2], order[parts // 2:]
+    places = [g * width for g in single] + [g * width + i for g in pairs for i in range(2)]
+    rest = [i for i in range(len(bias)) if i not in places]
+    largest, arranged = bias.sort(descending=True).values, bias.clone()
+    arranged[places] = largest[:len(places)]
+    arranged[rest] = bias[bias < largest[len(places) - 1]]
+    return arranged
 
 
 def apart_in_groups(row: Tensor, groups: int) -> None:

@@ -192,7 +192,7 @@ class _Maker(Sequences):
             return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
             least = 0.0 if kinds.guards_zero(self.d) else 1e-6
-            return self._rows(shape, (least, 0.97, kinds.NUCLEUS, 1.0, 0.3))
+            return self._rows(shape, (0.3, 0.97, kinds.NUCLEUS, 1.0, least))
         if re.match("uniforms?(_|$)", low):
             return torch.rand(shape, generator=self.gen)
         if "min_p" in low or "temperature" in low:
@@ -248,8 +248,9 @@ class _Maker(Sequences):
 
     def _vector(self, low: str, n: int) -> Tensor:
         if re.fullmatch(r"(routing|correction|e_score_correction)_?bias", low):
-            local = self.const.get("num_local_experts", n)
-            return kinds.favour(kinds.below_zero(n, self.gen), self._first_expert(), local)
+            local, first = self.const.get("num_local_experts", n), self._first_expert()
+            bias = kinds.favour(kinds.below_zero(n, self.gen), first, local)
+            return kinds.bias_in_groups(bias, kinds.groups(self.d), first)
         if "bias" in low:
             return kinds.apart(n, self.gen)
         if low == "d" or re.search(r"weight|gamma", low) or "norm" in self.d.op_type.lower():

@@ -84,6 +84,108 @@ def run(probs, uniform_samples):
     upper = probs.double().cumsum(-1)
     return (upper <= uniform_samples.double()[:, None] * upper[:, -1:]).sum(-1).to(torch.int32)
 '''
+GROUPED = '''import torch
+def run(routing_logits, routing_bias, hidden_states, gemm1_weights, gemm2_weights,
+        local_expert_offset, routed_scaling_factor):
+    s = routing_logits.float().sigmoid()
+    c = s + routing_bias.float()
+    worth = c.view(-1, 4, 4).topk(2).values.sum(-1)
+    kept = torch.zeros_like(worth).scatter(1, worth.topk(2).indices, 1.0).repeat_interleave(4, 1)
+    ids = c.masked_fill(kept == 0, float("-inf")).topk(3).indices
+    w = s.gather(1, ids)
+    w = w / (w.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
+    x, out = hidden_states.float(), torch.zeros(hidden_states.shape)
+    for t in range(len(x)):
+        for weight, e in zip(w[t], ids[t] - local_expert_offset):
+            if 0 <= e < len(gemm1_weights):
+                up, gate = (gemm1_weights[e].float() @ x[t]).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * up
+                out[t] += weight * (gemm2_weights[e].float() @ hidden)
+    return out.to(hidden_states.dtype)
+'''
+BLOCKS = '''import torch
+def run(A, B, a_scale, b_scale):
+    C = torch.zeros(len(A), len(B), dtype=torch.float32)
+    for i in range(A.shape[1] // 128):
+        at = slice(128 * i, 128 * i + 128)
+        part = A[:, at].float() @ B[:, at].float().T
+        C += part * a_scale[:, i, None] * b_scale[:, i].repeat_interleave(128)
+    return C.to(torch.bfloat16)
+'''
+PREFILL = '''import math, torch
+def run(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, sm_scale):
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -float("inf"))
+    for i in range(len(qo_indptr) - 1):
+        a, b, c, d = (int(t) for t in (*qo_indptr[i:i + 2], *kv_indptr[i:i + 2]))
+        if a == b or c == d:
+            continue
+        n = (d - c - 1) * k_cache.shape[1] + int(kv_last_page_len[i])
+        k, v = (t[kv_indices[c:d].long()].float().flatten(0, 1)[:n].repeat_interleave(2, 1)
+                for t in (k_cache, v_cache))
+        s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * sm_scale
+        seen = torch.arange(n) <= torch.arange(b - a)[:, None] + n - (b - a)
+        s = s.masked_fill(~seen, -float("inf"))
+        lse[a:b] = s.logsumexp(-1).T / math.log(2.0)
+        out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1).nan_to_num(0.0), v).to(q.dtype)
+    return out, lse
+'''
+SPARSE = '''import torch
+def run(q_nope, q_pe, ckv_cache, kpe_cache, sparse_indices, sm_scale):
+    c, r = ckv_cache.flatten(0, 1).float(), kpe_cache.flatten(0, 1).float()
+    out, lse = torch.zeros_like(q_nope), torch.full(q_nope.shape[:2], float("-inf"))
+    for t, row in enumerate(sparse_indices):
+        at = row[row != -1].long()
+        if len(at) == 0:
+            continue
+        s = (q_nope[t].float() @ c[at].T + q_pe[t].float() @ r[at].T) * sm_scale
+        lse[t] = s.logsumexp(-1) / 0.6931471805599453
+        out[t] = (s.softmax(-1) @ c[at]).to(out.dtype)
+    return out, lse
+'''
+STEP = '''import torch
+def run(state, x, dt, A, B, C, D, dt_bias, state_batch_indices):
+    ratio = x.shape[1] // B.shape[1]
+    b, c = (t.float().repeat_interleave(ratio, 1) for t in (B, C))
+    step = torch.nn.functional.softplus(dt.float() + dt_bias.float())
+    states, out = state.clone(), torch.zeros(x.shape)
+    for i in range(len(x)):
+        slot = int(state_batch_indices[i])
+        if slot < 0:
+            continue
+        s = states[slot].float() * torch.exp(A.float() * step[i][..., None])
+        s = s + (step[i] * x[i].float())[..., None] * b[i][:, None]
+        states[slot] = s.to(state.dtype)
+        out[i] = (s * c[i][:, None]).sum(-1) + x[i].float() * D.float()
+    return out.to(x.dtype), states
+'''
+NUCLEUS = '''import torch
+def run(probs, top_k, top_p):
+    out = torch.empty(len(probs), dtype=torch.int64)
+    for i, row in enumerate(probs):
+        k, p = int(top_k[i]), float(top_p[i])
+        ranked, ids = row.sort(descending=True, stable=True)
+        if 0 < k < len(row):
+            ranked[k:] = 0.0
+        ranked = ranked / ranked.sum()
+        if p < 1.0:
+            ranked[1:][ranked.cumsum(0)[:-1] > p] = 0.0
+        out[i] = ids[torch.multinomial(ranked, 1)[0]]
+    return out
+'''
+ROTATED = '''import torch
+def run(q, k, cos_sin_cache, positions):
+    cos, sin = (t[:, None] for t in cos_sin_cache[positions.long()].chunk(2, -1))
+    def rotate(t):
+        a, b = t[..., :8].float(), t[..., 8:16].float()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, t[..., 16:].float()), -1)
+    return rotate(q).to(q.dtype), rotate(k).to(k.dtype)
+'''
+SUMMED = '''import torch
+def run(hidden_states, residual, weight):
+    x = hidden_states.float() + residual.float()
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
+    return y.to(hidden_states.dtype)
+'''
 
 
 def described(name: str, op_type: str, text: str, axes: str, inputs: str, outputs: str,
@@ -128,7 +230,40 @@ RIGHT = {d["name"]: d for d in (
               "routing_logits:float32[t,e] hidden_states:bfloat16[t,h] w_gate_up:bfloat16[e,ii,h] "
               "w_down:bfloat16[e,h,i]", "out:bfloat16[t,h]", EXPERTS),
     described("inverse", "sampling", "Inverse CDF.", "b v=300",
-              "probs:float32[b,v] uniform_samples:float32[b]", "samples:int32[b]", INVERSE))}
+              "probs:float32[b,v] uniform_samples:float32[b]", "samples:int32[b]", INVERSE),
+    described("grouped", "moe", "DeepSeek routing: 4 groups, 2 of them kept, top 3.",
+              "t num_experts=16 num_local_experts=8 h=32 i=16 ii=32 top_k=3 n_group=4 topk_group=2",
+              "routing_logits:float32[t,num_experts] routing_bias:bfloat16[num_experts] "
+              "hidden_states:bfloat16[t,h] gemm1_weights:bfloat16[num_local_experts,ii,h] "
+              "gemm2_weights:bfloat16[num_local_experts,h,i] local_expert_offset:int32 "
+              "routed_scaling_factor:float32", "out:bfloat16[t,h]", GROUPED),
+    described("blocks", "gemm", "A scale for each block.", "M N=256 K=4096 nb=2 kb=32",
+              "A:float8_e4m3fn[M,K] B:float8_e4m3fn[N,K] a_scale:float32[M,kb] "
+              "b_scale:float32[nb,kb]", "C:bfloat16[M,N]", BLOCKS),
+    described("prefill", "gqa_paged", "Causal. lse is 2-based.",
+              "t n m p b page_size=4 h=4 kv_heads=2 d=16",
+              "q:bfloat16[t,h,d] k_cache:bfloat16[p,page_size,kv_heads,d] "
+              "v_cache:bfloat16[p,page_size,kv_heads,d] qo_indptr:int32[n] kv_indptr:int32[n] "
+              "kv_indices:int32[m] kv_last_page_len:int32[b] sm_scale:float32",
+              "out:bfloat16[t,h,d] lse:float32[t,h]", PREFILL, "t == qo_indptr[-1].item()",
+              "m == kv_indptr[-1].item()"),
+    described("sparse", "dsa_paged", "lse is 2-based.", "t p page_size=4 h=2 d=32 r=16 topk=48",
+              "q_nope:bfloat16[t,h,d] q_pe:bfloat16[t,h,r] ckv_cache:bfloat16[p,page_size,d] "
+              "kpe_cache:bfloat16[p,page_size,r] sparse_indices:int32[t,topk] sm_scale:float32",
+              "out:bfloat16[t,h,d] lse:float32[t,h]", SPARSE),
+    described("step", "mamba_ssu", "", "b pool h=4 d=8 s=16 g=2",
+              "state:bfloat16[pool,h,d,s] x:bfloat16[b,h,d] dt:bfloat16[b,h,d] A:float32[h,d,s] "
+              "B:bfloat16[b,g,s] C:bfloat16[b,g,s] D:float32[h,d] dt_bias:float32[h,d] "
+              "state_batch_indices:int32[b]", "out:bfloat16[b,h,d] new_state:bfloat16[pool,h,d,s]",
+              STEP),
+    described("nucleus", "sampling", "Top-k first, then top-p.", "b v=300",
+              "probs:float32[b,v] top_k:int32[b] top_p:float32[b]", "samples:int64[b]", NUCLEUS),
+    described("rotated", "rope", "NeoX style.", "t max_seq_len h=2 d=24 rd=16",
+              "q:bfloat16[t,h,d] k:bfloat16[t,h,d] cos_sin_cache:float32[max_seq_len,rd] "
+              "positions:int64[t]", "q_out:bfloat16[t,h,d] k_out:bfloat16[t,h,d]", ROTATED),
+    described("summed", "rmsnorm", "Epsilon is 1e-6.", "t h=128",
+              "hidden_states:bfloat16[t,h] residual:bfloat16[t,h] weight:bfloat16[h]",
+              "out:bfloat16[t,h]", SUMMED))}
 
 MISTAKES = {
     "pages": (("* v_scale", "* k_scale"), ("* k_scale", ""), (" * sm_scale", ""),
@@ -146,7 +281,44 @@ MISTAKES = {
                 ("worth.topk(2)", "worth.topk(1)"), ("gate, up =", "up, gate ="),
                 ("out[t] += weight *", "out[t] += weight / w[t].sum() *")),
     "inverse": ((".sum(-1)", ".sum(-1).sub(1).clamp(min=0)"),
-                ("uniform_samples.double()", "(1 - uniform_samples.double())"))}
+                ("uniform_samples.double()", "(1 - uniform_samples.double())")),
+    "grouped": (('float("-inf")', "0.0"), (".topk(2).values.sum(-1)", ".amax(-1)"),
+                ("w = s.gather", "w = c.gather"), (" * routed_scaling_factor", ""),
+                (" - local_expert_offset", ""), ("1e-20", "1e-6"), ("worth = c", "worth = s"),
+                ("c.masked_fill(kept == 0, float(\"-inf\"))", "(c * kept)"),
+                ("up, gate =", "gate, up =")),
+    "blocks": (("dtype=torch.float32", "dtype=torch.bfloat16"), ("// 128):", "// 128 - 1):"),
+               ("a_scale[:, i, None]", "a_scale[:, 0, None]"), (" * a_scale[:, i, None]", ""),
+               ("repeat_interleave(128)", "repeat(128)")),
+    "prefill": (("<= torch", "< torch"), (" + n - (b - a)", ""), (" + n - (b - a)", " + n"),
+                (" * sm_scale", ""), (" * sm_scale", " / math.sqrt(q.shape[-1])"),
+                (" / math.log(2.0)", ""), ("repeat_interleave(2, 1)", "repeat(1, 2, 1)"),
+                ("int(kv_last_page_len[i])", "k_cache.shape[1]"), (".softmax(-1)", ".softmax(1)")),
+    "sparse": (("row != -1", "row > 0"), ("row[row != -1]", "row[:int((row != -1).sum())]"),
+               (" + q_pe[t].float() @ r[at].T", ""), ("row[row != -1]", "row[row != -1][:-1]"),
+               ("flatten(0, 1).float(), kpe", "transpose(0, 1).flatten(0, 1).float(), kpe")),
+    "step": (("slot < 0", "slot <= 0"), ("continue", "slot = 0"), (" * D.float()", ""),
+             ("x[i].float() * D", "step[i] * x[i].float() * D"), (" + dt_bias.float()", ""),
+             ("repeat_interleave(ratio, 1)", "repeat(1, ratio, 1)"),
+             ("torch.nn.functional.softplus", "torch.relu"), ("for t in (B, C)", "for t in (C, B)"),
+             ("states[slot] = s.to(state.dtype)", "pass"), ("torch.exp(A", "torch.exp2(A")),
+    "nucleus": (("if p < 1.0", "if p < 0.95"), ("ranked[k:]", "ranked[k + 1:]"),
+                ("[1:][ranked.cumsum(0)[:-1] > p]", "[1:][ranked.cumsum(0)[1:] > p]"),
+                ("        ranked = ranked / ranked.sum()\n", ""), ("if 0 < k", "if 1 < k"),
+                ("row.sort(", "row.bfloat16().float().sort("),
+                ("multinomial(ranked", "multinomial(ranked.sqrt()"), ("top_p[i]", "top_p[0]")),
+    "rotated": (("a * cos - b * sin", "a * cos + b * sin"), ("cos, sin =", "sin, cos ="),
+                ("positions.long()", "positions.long().clamp(max=len(cos_sin_cache) - 2)"),
+                ("positions.long()", "positions.long() - 1"), ("rotate(k).to", "k.to"),
+                ("t[..., :8].float(), t[..., 8:16]", "t[..., 0:16:2].float(), t[..., 1:16:2]")),
+    "summed": (("1e-6", "1e-5"), (" + 1e-6)", ") + 1e-6"), (" + 1e-6", ".clamp(min=1e-6)"),
+               (" + residual.float()", ""), ("x.pow(2)", "x.sub(x.mean(-1, keepdim=True)).pow(2)"),
+               (".mean(-1, keepdim=True) +", ".sum(-1, keepdim=True) / (x.shape[-1] - 1) +"))}
+# what differs by roundings alone, which the report says
+ROUNDED = {
+    "blocks": ("A[:, at].float() @ B[:, at].float().T", "(A[:, at].bfloat16() @ B[:, at].bfloat16().T)"),
+    "prefill": (".softmax(-1)", ".softmax(-1).bfloat16().float()"),
+    "delta": ("S, out = states[slots]", "S, out = states[slots].bfloat16().float()")}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +349,15 @@ def test_a_mistake_shows(name: str, old: str, new: str, load, references: Refere
     assert old in code
     report = verify(load(RIGHT[name], reference=code.replace(old, new)), references)
     assert report.status in ("failed", "disputed"), str(report)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_roundings_are_no_mistake_and_are_told(name: str, load, references: References) -> None:
+    old, new = ROUNDED[name]
+    code = RIGHT[name]["reference"]
+    assert old in code
+    report = verify(load(RIGHT[name], reference=code.replace(old, new)), references)
+    assert report.passed and "rounds in between" in report.detail, str(report)
 
 
 # texts

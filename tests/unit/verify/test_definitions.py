@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from layerzero.spec.errors import DataError, RegistrationError
 from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
 from layerzero.verify.trace import exports, solutions, traces
 from layerzero.verify.trace.answers import draws
+from layerzero.verify.trace.answers import references as runner
 from layerzero.verify.trace.answers.lookup import answer, answers
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.dataset import find_definitions, find_workloads
@@ -472,6 +475,33 @@ def test_a_reference_has_its_time(tmp_path, references):
     # the next one has a process of its own
     after = references.run(good, {"x": torch.ones(2, 4)})
     assert torch.equal(after.outputs["y"], torch.full((2, 4), 2.0))
+
+
+def test_a_reference_that_is_kept_waiting_has_more_time(tmp_path, references, monkeypatch):
+    waiting = stored(tmp_path, definition_json(
+        reference="import time\ndef run(x):\n    time.sleep(1.5)\n    return x\n"))
+    assert references.run(waiting, {"x": torch.ones(2, 4)}).ok              # the process is up
+    monkeypatch.setattr(references, "timeout_s", 0.5)
+    monkeypatch.setattr(runner, "PATIENCE", 10_000)
+    # it wants no core
+    monkeypatch.setattr(runner, "cpu_seconds", lambda pid: 0.0)
+    assert references.run(waiting, {"x": torch.ones(2, 4)}).status == "timeout"
+    # it has a twelfth of one, on a machine that has no more for it
+    monkeypatch.setattr(runner, "cpu_seconds", lambda pid: time.monotonic() / 12)
+    assert references.run(waiting, {"x": torch.ones(2, 4)}).ok
+    monkeypatch.setattr(runner, "PATIENCE", 1)
+    assert references.run(waiting, {"x": torch.ones(2, 4)}).status == "timeout"
+
+
+def test_the_time_of_a_process_is_what_it_computes():
+    before = runner.cpu_seconds(os.getpid())
+    if before is None:
+        pytest.skip("this system does not say")
+    while time.process_time() < before + 0.1:
+        sum(range(10_000))
+    after = runner.cpu_seconds(os.getpid())
+    assert after is not None and after > before
+    assert runner.cpu_seconds(1 << 30) is None
 
 
 def test_what_a_reference_raises_is_told_with_its_line(tmp_path, references):

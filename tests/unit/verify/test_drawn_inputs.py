@@ -304,6 +304,43 @@ def test_norm_weights_have_both_signs_and_biases_differ() -> None:
     assert len(bias.unique()) == 256 and bias.min() < -0.4 and bias.max() > 0.4
 
 
+@pytest.mark.parametrize("n", [1, 8, 256, 384, 1000])
+def test_a_routing_bias_is_negative_and_has_no_equals(n: int) -> None:
+    bias = drawn.below_zero(n, torch.Generator().manual_seed(n))
+    assert bool((bias < 0).all()) and bool((bias >= -1).all())
+    assert len(bias.bfloat16().unique()) == n
+    local = drawn.favour(bias, n // 2, n // 4)
+    assert torch.equal(local.sort().values, bias.sort().values)
+    assert n < 16 or n // 2 <= int(local.argmax()) < n // 2 + n // 4
+
+
+@pytest.mark.parametrize(("experts", "parts", "first"), [(16, 4, 0), (256, 8, 32), (256, 8, 0)])
+def test_a_bias_alone_chooses_groups_otherwise_by_best_and_by_sum(experts, parts, first) -> None:
+    bias = drawn.below_zero(experts, torch.Generator().manual_seed(0))
+    arranged = drawn.bias_in_groups(bias, parts, first)
+    assert torch.equal(arranged.sort().values, bias.sort().values)
+    groups = arranged.view(parts, -1)
+    best = groups.amax(-1).topk(parts // 2).indices.tolist()
+    pairs = groups.topk(2).values.sum(-1).topk(parts // 2).indices.tolist()
+    assert {*best} != {*pairs}
+    assert first * parts // experts in pairs and first * parts // experts not in best
+    assert torch.equal(drawn.bias_in_groups(bias, 1, 0), bias)
+
+
+def test_the_sums_of_a_row_drift_away_and_back() -> None:
+    definition = described(
+        "product", "gemm", {"m": None, "n": 64, "k": 2048},
+        {"A": ("bfloat16", "m", "k"), "B": ("bfloat16", "n", "k")}, {"C": ("bfloat16", "m", "n")},
+        "def run(A, B):\n    return A @ B.T\n")
+    for seed in range(3):
+        inputs = generate(definition, seed=seed)
+        a, b = inputs["A"][drawn.ROW + 1].double(), inputs["B"].double()
+        sums = (a * b).cumsum(-1)
+        assert float(sums.abs().amax()) > 3 * float(sums[:, -1].square().mean().sqrt())
+        others = (inputs["A"][0].double() * b).cumsum(-1)
+        assert float(others.abs().mean()) < float(sums.abs().mean())
+
+
 def test_the_last_position_of_a_table_is_read() -> None:
     rope = described(
         "rope", "rope", {"t": None, "h": 2, "d": 8, "max_seq_len": 32},

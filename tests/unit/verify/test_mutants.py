@@ -141,8 +141,22 @@ def test_a_matrix_is_made_smaller_and_keeps_two_blocks() -> None:
                     reference="def run(A, B):\n    return A\n", constraints=())
     assert too_large(large)
     small, changes = scaled(large)
+    assert changes == {a: (40960, 384)}        # what is summed over keeps its size
+    assert changes[a][1] // 128 >= 2 and not too_large(small)
+    longer = replace(large, axes={**large.axes, b: Axis(65536)})
+    _, changes = scaled(longer)
     assert {new for _, new in changes.values()} == {384, 256}
-    assert all(new // 128 >= 2 for _, new in changes.values()) and not too_large(small)
+    assert all(new // 128 >= 2 for _, new in changes.values())
+
+
+def test_products_of_16_bits_are_made_smaller_sooner_on_a_cpu() -> None:
+    gemm = next(d for d in ALL.values() if d.op_type == "gemm" and not any(
+        "scale" in n for n in d.inputs))
+    sizes = {axis: Axis(6144) for axis in gemm.const_axes}
+    for dtype, slow in (("float16", True), ("bfloat16", True), ("float32", False)):
+        inputs = {n: replace(s, dtype=dtype) for n, s in gemm.inputs.items()}
+        large = replace(gemm, axes={**gemm.axes, **sizes}, inputs=inputs)
+        assert too_large(large) == slow and not too_large(large, device="cuda")
 
 
 def test_draws_are_judged_by_how_often_they_come() -> None:

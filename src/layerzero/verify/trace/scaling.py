@@ -6,6 +6,8 @@ float32. What it computes does not depend on these sizes, but its code names the
 axes; sizes that follow from them (twice another, blocks of another) follow again. Where a number
 could mean two things, or stands anywhere else in the code, nothing is rewritten and the reason is
 given. The smaller definition has another name: it is another definition.
+
+What is summed over keeps its size where that is enough, since the error of a sum depends on it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from .definition import Axis, Definition
 
 # bytes, as float32, up to which constants are left alone
 ENOUGH = 1 << 28
+# of matrices of 16 bits, whose product takes a CPU without such arithmetic seconds
+ENOUGH_HALF = 1 << 26
+# up to which a smaller definition keeps what it sums over
+ENOUGH_KEPT = 1 << 25
 # two blocks of every usual size and more, so that an index of a block matters; what follows from
 # one is no other
 SMALLER = (384, 256, 640)
@@ -35,20 +41,46 @@ class CannotScale(Exception):
         self.axis = axis
 
 
-def too_large(definition: Definition, enough: int = ENOUGH) -> bool:
-    """Do its fixed inputs take too much memory in float32, which references compute in?"""
+def too_large(definition: Definition, enough: int = ENOUGH, device: str = "cpu") -> bool:
+    """Do its fixed inputs take too much memory in float32, which references compute in, or too
+    much time in a product of 16 bits?"""
     known = definition.const_axes
-    fixed = [s.shape for s in definition.inputs.values() if s.shape
-             and all(a in known for a in s.shape)]
+    if device == "cpu" and _fixed_bytes(definition, ("float16", "bfloat16")) > ENOUGH_HALF:
+        return True
     rows = [known[a] for s in definition.inputs.values() for a in s.shape or ()
             if known.get(a, 0) > VOCABULARY]   # of a tensor of which nothing else may be fixed
-    return 4 * max(sum(math.prod(known[a] for a in shape) for shape in fixed),
-                   64 * max(rows, default=0)) > enough
+    return max(_fixed_bytes(definition), 4 * 64 * max(rows, default=0)) > enough
+
+
+def _fixed_bytes(definition: Definition, matrices: tuple[str, ...] = ()) -> int:
+    """Bytes of the inputs whose axes are all constant, as float32; or of the matrices of these
+    dtypes among them."""
+    known = definition.const_axes
+    return 4 * sum(math.prod(known[a] for a in s.shape) for s in definition.inputs.values()
+                   if s.shape and all(a in known for a in s.shape)
+                   and (not matrices or (s.dtype in matrices and len(s.shape) > 1)))
 
 
 def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int]]]:
     """The smaller definition, and how axes changed; CannotScale says why not."""
-    kept: set[str] = set()
+    try:
+        smaller, changes = _scaled(definition, _summed_axes(definition))
+        if not too_large(smaller, ENOUGH_KEPT):
+            return smaller, changes
+    except CannotScale:
+        pass                                   # with all axes it says why
+    return _scaled(definition, set())
+
+
+def _summed_axes(definition: Definition) -> set[str]:
+    """The axes over which products with fixed matrices sum, by the order of their axes."""
+    known = definition.const_axes
+    return {s.shape[-1] for s in definition.inputs.values() if s.shape and len(s.shape) == 2
+            and all(a in known for a in s.shape)}
+
+
+def _scaled(definition: Definition,
+            kept: set[str]) -> tuple[Definition, dict[str, tuple[int, int]]]:
     trouble = CannotScale("no axis of a fixed input is both large and free to shrink")
     # what stands in the way keeps its size; the others shrink
     while True:

@@ -82,10 +82,13 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
         return {out: torch.cat([o[0] for o, _ in done]),
                 last: key_first(torch.cat([s for _, s in done]))}
 
+    roles = {"query": q, "key": k, "value": v, "state": state, "indices": indices, "decay": decay,
+             "log_decay": log_decay, "shift": shift, "beta": beta, "starts": starts,
+             "scale": scale, "out": out, "last": last}
     text = call_text("gated_delta_rule", q, k, v, g=f"{log_decay}, {decay}", dt_bias=shift,
                      beta=beta, initial_state=state, indices=indices, scale=scale)
     return [Answer(definition, ("gated_delta_rule",), text, with_reading(compute, reading), reading,
-                   "gated_delta_rule", {"out": out, "last": last},
+                   "gated_delta_rule", roles,
                    statements={n: s for n, s in (
                        ("state", layout), ("l2norm", unit), ("pool", pool_said)) if s})
             for reading in options]
@@ -124,8 +127,10 @@ def selective_state_update(definition: Definition) -> list[Answer]:
         result[used], pool[slots[used]] = outputs, states
         return {out: result, last: pool}
 
+    roles = {"state": state, "x": x, "dt": dt, "decay": decay, "b": b, "c": c, "skip": skip, "z": z,
+             "shift": shift, "indices": indices, "out": out, "last": last}
     text = call_text("selective_state_update", state, x, dt, decay, b, c, D=skip, z=z,
                      dt_bias=shift, indices=indices)
     return [Answer(definition, ("selective_state_update",), text, with_reading(compute, reading),
-                   reading, "selective_state_update", {"out": out, "last": last},
+                   reading, "selective_state_update", roles,
                    statements={"softplus": plus} if plus else {}) for reading in options]

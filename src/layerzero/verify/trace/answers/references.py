@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from ..inputs.generation import available_memory
 
 WORKER = Path(__file__).with_name("reference_worker.py")
 START_S = 120.0                                # importing torch on a slow disk
+# A busy machine gives a process less than a core: the limit is one of its own time, unless it has
+# used little of what passed, or this many times as much has passed.
+LEAST_SHARE, PATIENCE, LOOK_S = 0.05, 10, 0.5
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class References:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-            reply = self._lines.get(timeout=self.timeout_s)
+            reply = self._await(process.pid)
         except queue.Empty:
             self._stop()
             return Ran(status="timeout",
@@ -148,6 +152,20 @@ class References:
                        why="the process of its reference ended with "
                        f"{code}" + (", as it does when memory runs out" if killed else ""))
         return json.loads(reply)
+
+    def _await(self, pid: int) -> str | None:
+        """The next line of the process; queue.Empty where it has had its time."""
+        began, used = time.monotonic(), cpu_seconds(pid)
+        with suppress(queue.Empty):
+            return self._lines.get(timeout=self.timeout_s)
+        while True:
+            passed, now = time.monotonic() - began, cpu_seconds(pid)
+            own = self.timeout_s if now is None or used is None else now - used
+            if (own >= self.timeout_s or own < LEAST_SHARE * passed
+                    or passed >= PATIENCE * self.timeout_s):
+                raise queue.Empty
+            with suppress(queue.Empty):
+                return self._lines.get(timeout=LOOK_S)
 
     def _start(self, device: str) -> None:
         # an exported op's reference imports this library
@@ -171,6 +189,16 @@ class References:
             if pipe is not None:
                 with suppress(OSError):        # what was not yet written to a dead process
                     pipe.close()
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """The time that a process has computed, on all cores; None where the system does not say."""
+    try:
+        # what follows the name of the program, which may have spaces
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:

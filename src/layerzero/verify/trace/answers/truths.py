@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from .answer import Answer, Inputs, Outputs
 from .truth import Compute, Truth
 from .truths_libraries import flashinfer, sglang
+from .truths_recurrent import gated_delta_rule, selective_state_update
 
 BLOCK = 128                                    # elements that usually share a scale
 
@@ -355,4 +356,6 @@ def _sglang_moe(answer: Answer, x: Inputs) -> Outputs:
 
 
 _TORCH: Mapping[str, Compute] = {"paged": _paged, "mla": _mla, "sparse": _sparse, "ragged": _ragged,
-                                 "rms_norm": _rms_norm, "gemm": _gemm, "rope": _rope, "moe": _moe}
+                                 "rms_norm": _rms_norm, "gemm": _gemm, "rope": _rope, "moe": _moe,
+                                 "gated_delta_rule": gated_delta_rule,
+                                 "selective_state_update": selective_state_update}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..definition import Definition
-from ..readings import skips
-from ..statements import softcap
+from ..readings import constant, skips
+from ..statements import plain, softcap
 
 # Shares of the likeliest tokens of a row, and a top_p just beyond three of them: a filter that
 # takes it for less loses the fourth, which comes often. They differ much: powers of them show.
@@ -22,6 +22,7 @@ PEAKS, ROW, NUCLEUS = (0.5, 0.1, 0.05, 0.048, 0.04, 0.03), 2, 0.6565
 # Queries of one sequence: more than the smallest tile has. Of one that has fewer keys. Of a shared
 # length, which references go through token by token.
 MANY, UNSEEN, SHARED = 9, 5, 8
+DRIFT, LONG_SUM = 8, 512                       # of sums; terms from which it matters
 SOME = 256                                     # tokens that a query chooses of many
 MAX_EXPERTS = 1024                             # more logits are those of a vocabulary
 MAX_LOGITS = 6.0                               # standard deviation of logits below a cap
@@ -88,10 +89,73 @@ def signed(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     return torch.where(torch.rand(shape, generator=gen) < 0.5, -sizes, sizes)
 
 
+def drift_rows(rows: Tensor) -> None:
+    """Gives one row a mean: with weights whose mean changes its sign, its sums grow to DRIFT times
+    what is left of them, and lose as much more where they are kept in 16 bits."""
+    if len(rows) > ROW + 1 and rows.shape[1] >= LONG_SUM:
+        rows[ROW + 1] += math.sqrt(2 * DRIFT / math.sqrt(rows.shape[1]))
+
+
+def drift_weights(rows: Tensor, by: float) -> None:
+    """Gives every other row of weights of magnitude `by` a mean that changes its sign halfway."""
+    half = rows.shape[1] // 2
+    if rows.shape[1] >= LONG_SUM:
+        mean = by * math.sqrt(2 * DRIFT / math.sqrt(rows.shape[1]))
+        rows[::2, :half] += mean
+        rows[::2, half:] -= mean
+
+
 def apart(n: int, gen: torch.Generator) -> Tensor:
     """Returns numbers from -0.5 to 0.5 in any order, no two of which are equal: a routing bias
     decides between experts."""
     return torch.linspace(-0.5, 0.5, n)[torch.randperm(n, generator=gen)]
+
+
+def below_zero(n: int, gen: torch.Generator) -> Tensor:
+    """Returns numbers from -1 to -1/16 in any order, no two of which are equal in bfloat16: with
+    such a bias the scores of a token may all be negative, and 0 is no mask."""
+    # its codes are in the order of its numbers, 128 from one power of two to the next
+    codes = 0x3F80 - torch.arange(n) * max(512, n) // max(n, 1)
+    bias = -codes.to(torch.int16).view(torch.bfloat16).float()
+    return bias[torch.randperm(n, generator=gen)]
+
+
+def favour(bias: Tensor, first: int, count: int) -> Tensor:
+    """Returns the bias with its largest values at some of `count` experts from `first` on: those
+    that this device has, since the results of others are not seen."""
+    bias = bias.clone()
+    for place in {first, first + 1, first + count - 2, first + count - 1}:
+        free = bias.clone()
+        free[first:first + count] = -math.inf
+        if 0 <= place < len(bias) and bool((free > bias[place]).any()):
+            top = int(free.argmax())
+            bias[[place, top]] = bias[[top, place]]
+    return bias
+
+
+def groups(definition: Definition) -> int:
+    """How many groups of experts its text, an axis or a constant speaks of; 1 if none does."""
+    named = constant(definition, r"n(um)?_(expert_)?groups?")
+    text = plain(f"{definition.name} {definition.description}")
+    said = re.search(r"\bng(\d+)\b|\bn group ?=? ?(\d+)|\b(\d+) groups", text)
+    return named or (int(next(filter(None, said.groups()))) if said else 1)
+
+
+def bias_in_groups(bias: Tensor, parts: int, first: int) -> Tensor:
+    """Returns the bias with two large values in half of the groups, that of expert `first` before
+    the others, and one that is larger in the others: where nothing else decides, the best of a
+    group and the sum of its best two choose otherwise."""
+    width = len(bias) // max(parts, 1)
+    if parts < 2 or width < 2 or len(bias) % parts:
+        return bias
+    order = [(first // width + i) % parts for i in range(parts)]
+    pairs, single = order[:parts // 2], order[parts // 2:]
+    places = [g * width for g in single] + [g * width + i for g in pairs for i in range(2)]
+    rest = [i for i in range(len(bias)) if i not in places]
+    largest, arranged = bias.sort(descending=True).values, bias.clone()
+    arranged[places] = largest[:len(places)]
+    arranged[rest] = bias[bias < largest[len(places) - 1]]
+    return arranged
 
 
 def apart_in_groups(row: Tensor, groups: int) -> None:

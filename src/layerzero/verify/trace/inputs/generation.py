@@ -151,8 +151,7 @@ class _Maker(Sequences):
             return True
         if not spec.floating:
             if "offset" in low:
-                spare = self.const.get("num_experts", 0) - self.const.get("num_local_experts", 0)
-                return min(self.const.get("num_local_experts", 0), max(spare, 0))
+                return self._first_expert()
             return {"window_left": 7,
                     "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
         if "eps" in low:
@@ -169,6 +168,11 @@ class _Maker(Sequences):
             # no default, and no other scale: it must be read
             return 0.9 * self._place(name) / math.sqrt(sum(dims) or 1)
         return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5 * self._place(name))
+
+    def _first_expert(self) -> int:
+        """The first expert that this device has, not the first of all where it has not all."""
+        local = self.const.get("num_local_experts", 0)
+        return min(local, max(self.const.get("num_experts", 0) - local, 0))
 
     def _place(self, name: str) -> float:
         """A factor that tells a scalar from those before it: 1, 1.4, 1.8."""
@@ -188,7 +192,7 @@ class _Maker(Sequences):
             return kinds.with_peaks(probs / probs.sum(-1, keepdim=True))
         if "top_p" in low:
             least = 0.0 if kinds.guards_zero(self.d) else 1e-6
-            return self._rows(shape, (least, 0.9, kinds.NUCLEUS, 1.0, 0.3))
+            return self._rows(shape, (0.3, 0.97, kinds.NUCLEUS, 1.0, least))
         if re.match("uniforms?(_|$)", low):
             return torch.rand(shape, generator=self.gen)
         if "min_p" in low or "temperature" in low:
@@ -226,9 +230,27 @@ class _Maker(Sequences):
         if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
             # a mean that is not zero: RMSNorm does not subtract it
             drawn = (drawn + 0.3) * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        if re.match(r"gemm|matmul|linear$", self.d.op_type.lower()):
+            drawn = self._drifting(spec, drawn.float(), by, fixed)
         return drawn.to(getattr(torch, dtype))
 
+    def _drifting(self, spec: TensorSpec, drawn: Tensor, by: float, fixed: bool) -> Tensor:
+        """Return a matrix of a product, with what makes the sums of a row drift."""
+        shapes = [s.shape for s in self.d.inputs.values() if s.floating and len(s.shape or ()) == 2]
+        shared = [a for a in spec.shape or () if a in self.const
+                  and sum(a in (shape or ()) for shape in shapes) == 2]
+        if len(shapes) < 2 or len(shared) != 1 or drawn.dim() != 2:
+            return drawn
+        along = (spec.shape or ()).index(shared[0])
+        rows = drawn if along else drawn.T
+        (kinds.drift_weights(rows, by) if fixed else kinds.drift_rows(rows))
+        return drawn
+
     def _vector(self, low: str, n: int) -> Tensor:
+        if re.fullmatch(r"(routing|correction|e_score_correction)_?bias", low):
+            local, first = self.const.get("num_local_experts", n), self._first_expert()
+            bias = kinds.favour(kinds.below_zero(n, self.gen), first, local)
+            return kinds.bias_in_groups(bias, kinds.groups(self.d), first)
         if "bias" in low:
             return kinds.apart(n, self.gen)
         if low == "d" or re.search(r"weight|gamma", low) or "norm" in self.d.op_type.lower():

@@ -28,6 +28,7 @@ from ..answers.frequencies import drawn_often
 from ..answers.lookup import answers
 from ..answers.references import Ran, References
 from ..answers.truths import truths
+from ..answers.unseen import queries_without_keys
 from ..definition import Definition
 from ..inputs.generation import generate
 from ..readings import Unmapped
@@ -99,6 +100,12 @@ class _Trial:
         if str(answer) not in self.answered:
             self.answered[str(answer)] = _outputs(answer, self.inputs)
         return self.answered[str(answer)]
+
+    def undefined(self, answer: Answer) -> Tensor | None:
+        """The rows that the unchanged reference leaves undefined, and may."""
+        rows = queries_without_keys(answer, self.inputs)
+        limits = Limits(answer.definition, undefined=rows)
+        return rows if limits.leaves_undefined(self.reference.outputs) else None
 
 
 def mutate(definition: Definition, references: References, limit: int = 0, seed: int = 0,
@@ -194,14 +201,14 @@ def _objection(definition: Definition, answers: Sequence[Answer], trial: _Trial,
             return "shape or dtype"
         return next((v.detail for v in judge_draws(answer, trial.inputs, tokens)
                      if not v.passed), "")
-    objections = [_difference(definition, trial.outputs(a), ran) for a in answers]
+    objections = [_difference(Limits(definition, undefined=trial.undefined(a)), trial.outputs(a),
+                              ran) for a in answers]
     return objections[0] if all(objections) else ""
 
 
-def _difference(definition: Definition, answered: Mapping[str, Mapping[str, Tensor]],
-                ran: Ran) -> str:
+def _difference(limits: Limits, answered: Mapping[str, Mapping[str, Tensor]], ran: Ran) -> str:
     for name, outputs in answered.items():
-        comparison = compare_outputs(name, outputs, "reference", ran.outputs, Limits(definition))
+        comparison = compare_outputs(name, outputs, "reference", ran.outputs, limits)
         if not comparison.passed:
             return f"{name}: {next(v.status for v in comparison.verdicts if not v.passed)}"
     return "" if answered else "lz: no call"

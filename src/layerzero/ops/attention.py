@@ -239,7 +239,8 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"mask": "float"}, {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"},
     {"mask": "dead_minus_inf"}, {"window": (16, 0), "causal": True},
     {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3},
-    {"layout": "bshd", "causal": True}, {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0})
+    {"layout": "bshd", "causal": True}, {"stride": "transposed"}, {"stride": "padded"},
+    {"sq": 8, "sk": 0})
 
 
 # Mistakes that a kernel for this op could make.

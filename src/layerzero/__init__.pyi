@@ -1702,9 +1702,9 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys from parts over disjoint keys.
 
-    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32, natural log, -inf
-    for a part without keys. Returns the output (tokens, heads, head_dim) and its log-sum-exp
-    (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
+    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32 or float64,
+    natural log, -inf for a part without keys. Returns the output (tokens, heads, head_dim) and its
+    log-sum-exp (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
     lz.grouped_attention give with return_lse.
 
     Args:

@@ -277,13 +277,14 @@ def _merge_in_order() -> Callable[..., Any]:
 
 def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
     """Adds one part after the other, each read once as it is stored: no wide copy of all parts."""
-    empty = (lses == -math.inf)[..., None]
-    lse = merge_lses(lses)
-    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
-    out = torch.zeros(outs.shape[1:], dtype=lses.dtype, device=outs.device)
+    acc_dtype = torch.promote_types(outs.dtype, lses.dtype)
+    empty, wide = (lses == -math.inf)[..., None], lses.to(acc_dtype)
+    lse = merge_lses(wide)
+    weights = torch.exp(wide - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    out = torch.zeros(outs.shape[1:], dtype=acc_dtype, device=outs.device)
     for part, weight, without in zip(outs, weights, empty):
-        out = torch.addcmul(out, part.masked_fill(without, 0.0).to(lses.dtype), weight)
-    return out.to(outs.dtype), lse
+        out = torch.addcmul(out, part.masked_fill(without, 0.0).to(acc_dtype), weight)
+    return out.to(outs.dtype), lse.to(lses.dtype)
 
 
 NO_CHUNKS = r.absent("chunk_starts.dtype"), r.absent("chunk_lengths.dtype")

@@ -37,9 +37,9 @@ class _Rows:
     """Flat targets: which rows count, and a valid column for each row."""
 
     def __init__(self, targets: Tensor, ignore_index: int) -> None:
-        flat = targets.reshape(-1)
+        flat = targets.reshape(-1).long()      # torch compares int32 with a number modulo 2^32
         self.valid = flat != ignore_index
-        self.columns = torch.where(self.valid, flat, 0).long()[:, None]
+        self.columns = torch.where(self.valid, flat, 0)[:, None]
 
     def losses(self, part: slice, log_p: Tensor, label_smoothing: float) -> Tensor:
         losses = -log_p.gather(1, self.columns[part])[:, 0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.formulas.common import position_terms
+from ..ops.formulas.common import attend, position_terms
 from ..ops.varlen_attention import OP as varlen_attention
 from ..ops.varlen_attention import read_starts
 from ..spec import rules as r
@@ -116,7 +116,7 @@ def per_sequence(
         if return_lse or first_k == last_k:
             out, lse = (attend_rows(*rows, is_causal, scale, causal_align, window_left,
                                     window_right, alibi_slopes, 0.0, True)
-                        if last_k > first_k else empty_result(rows[0], value.shape[2]))
+                        if last_k > first_k else _without_keys(*rows))
             parts.append(out)
             lses.append(lse)                   # type: ignore[arg-type]
             continue
@@ -135,6 +135,13 @@ def per_sequence(
                    enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
+
+
+def _without_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns zeros and -inf that have gradients, which are zeros too."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    out, lse = attend(q, k, v, None, 0.0, False, None, None, -1, -1, None, 0.0)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 ONE_LAUNCH = "one launch for all sequences, and no length is read on the host"

@@ -237,9 +237,10 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48},
     {"mask": "float"}, {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"},
-    {"window": (16, 0), "causal": True}, {"alibi": True, "causal": True}, {"softcap": 5.0},
-    {"scale": 0.3}, {"layout": "bshd", "causal": True},
-    {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0})
+    {"mask": "dead_minus_inf"}, {"window": (16, 0), "causal": True},
+    {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3},
+    {"layout": "bshd", "causal": True}, {"stride": "transposed"}, {"stride": "padded"},
+    {"sq": 8, "sk": 0})
 
 
 # Mistakes that a kernel for this op could make.

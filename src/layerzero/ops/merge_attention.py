@@ -3,8 +3,8 @@
 Part p is what attention over some of the keys gave: outs[p] and its log-sum-exp lses[p], natural
 log. The result is attention over all of them: sum_p exp(lses[p] - lse) * outs[p] with lse =
 logsumexp(lses). A part that saw no key has -inf as its log-sum-exp and counts nothing, whatever its
-output holds; where every part is -inf, the result is 0 and -inf. Computed in the dtype of `lses`,
-float32 or wider; the output has the dtype of `outs`.
+output holds; where every part is -inf, the result is 0 and -inf. Computed in the wider dtype of
+`outs` and `lses`, float32 at least; each result has the dtype of its argument.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .formulas.mistakes import LSE, change_results, replace_argument
 def reference(outs: Tensor, lses: Tensor) -> Any:
     """Attention over all keys from parts over disjoint keys.
 
-    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32, natural log, -inf
-    for a part without keys. Returns the output (tokens, heads, head_dim) and its log-sum-exp
-    (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
+    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32 or float64,
+    natural log, -inf for a part without keys. Returns the output (tokens, heads, head_dim) and its
+    log-sum-exp (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
     lz.grouped_attention give with return_lse.
     """
-    empty = lses == -math.inf
-    lse = merge_lses(lses)
+    acc_dtype = torch.promote_types(outs.dtype, lses.dtype)
+    wide = lses.to(acc_dtype)
+    lse = merge_lses(wide)
     # of a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) is not a number
-    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
-    parts = outs.to(lses.dtype).masked_fill(empty[..., None], 0.0)
-    return (weights * parts).sum(0).to(outs.dtype), lse
+    weights = torch.exp(wide - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    parts = outs.to(acc_dtype).masked_fill((lses == -math.inf)[..., None], 0.0)
+    return (weights * parts).sum(0).to(outs.dtype), lse.to(lses.dtype)
 
 
 def merge_lses(lses: Tensor) -> Tensor:
@@ -51,10 +52,11 @@ def meta(outs: Tensor, lses: Tensor) -> Any:
 
 
 def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: str = "",
-           stride: str = "", spread: float = 3.0, dtype: torch.dtype = torch.float32,
-           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+           stride: str = "", spread: float = 3.0, lses_dtype: str = "",
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     """Returns random parts. `empty`: "some" of them saw no key and hold NaN, or "row": one row has
-    no key at all. `stride`: each part is "padded"."""
+    no key at all. `stride`: each part is "padded". `lses_dtype`: if not that of the sums."""
     gen = torch.Generator("cpu").manual_seed(seed)
     outs = torch.randn((parts, tokens, heads, d), generator=gen)
     lses = spread * torch.randn((parts, tokens, heads), generator=gen)
@@ -67,13 +69,14 @@ def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: 
     outs = outs.to(device=device, dtype=dtype)
     if stride == "padded":
         outs = torch.nn.functional.pad(outs, (0, 8))[..., :d]
-    acc_dtype = torch.promote_types(dtype, torch.float32)
-    return {"outs": outs, "lses": lses.to(device=device, dtype=acc_dtype)}
+    wide = getattr(torch, lses_dtype) if lses_dtype else torch.promote_types(dtype, torch.float32)
+    return {"outs": outs, "lses": lses.to(device=device, dtype=wide)}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"parts": 1}, {"parts": 2, "d": 128}, {"empty": "some"}, {"empty": "row"}, {"tokens": 0},
-    {"stride": "padded", "heads": 1}, {"parts": 17, "tokens": 3, "d": 1}, {"spread": 60.0})
+    {"stride": "padded", "heads": 1}, {"parts": 17, "tokens": 3, "d": 1}, {"spread": 60.0},
+    {"lses_dtype": "float32", "empty": "some"})
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"parts": 64, "tokens": 65, "empty": "some"}, {"spread": 500.0}, {"heads": 65, "d": 257})

@@ -514,6 +514,26 @@ def test_gradients_of_masks_slopes_and_log_sum_exp():
     torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"return_lse": True}, {"window_left": 2},
+                                    {"softcap": 5.0, "return_lse": True}], ids=str)
+@pytest.mark.parametrize("kernel", [None, "reference.attention"])
+def test_gradients_of_rows_that_a_float_mask_hides(kernel, kwargs):
+    """They are those of a bool mask: none at all. Row 2 is hidden by the mask, row 4 by mask and
+    window together."""
+    seen = torch.ones(6, 6, dtype=torch.bool)
+    seen[2], seen[4, 2:] = False, False
+    grads = []
+    for mask in (seen, torch.zeros(6, 6).masked_fill(~seen, -math.inf).requires_grad_()):
+        leaves = [t.requires_grad_() for t in qkv(6)]
+        got = lz.attention(*leaves, mask, backend=kernel, **kwargs)
+        out, lse = got if isinstance(got, tuple) else (got, got[:0])
+        total = out.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+        grads.append(torch.autograd.grad(total, [*leaves, *([mask] if mask.requires_grad else [])]))
+    for got, want in zip(grads[1], grads[0]):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert (grads[1][0][:, :, 2] == 0).all() and (grads[1][3][2] == 0).all()
+
+
 def test_only_what_wants_a_gradient_gets_one():
     q, k, v = qkv()
     leaf = v.requires_grad_()

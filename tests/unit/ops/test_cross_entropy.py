@@ -355,3 +355,28 @@ def test_under_compile_vmap_and_autocast():
     torch.testing.assert_close(out,
                                cross_entropy(linear(hidden.bfloat16(), weight.bfloat16()).float(),
                                              targets))
+
+
+@pytest.mark.parametrize("ignore_index", [2**32 + 3, 2**32, -2**32 + 5, 2**31, 2**40])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kernel", [None, *KERNELS, *LINEAR])
+def test_an_index_beyond_int32_ignores_no_target_of_int32(kernel, reduction, ignore_index):
+    """Torch's comparison of int32 with a number looks at its lowest 32 bits."""
+    targets = torch.arange(11)
+    settings = {"ignore_index": ignore_index, "reduction": reduction, "backend": kernel}
+    if kernel in LINEAR:
+        weight = rand(11, 7, seed=1)
+        logits = linear(rand(11, 7), weight)
+        got = lz.linear_cross_entropy(rand(11, 7), weight, targets.int(), **settings)
+    else:
+        logits = rand(11, 11)
+        got = lz.cross_entropy(logits, targets.int(), **settings)
+    want = cross_entropy(logits, targets, reduction=reduction)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
+def test_a_target_that_only_has_the_low_bits_of_ignore_index_is_refused(kernel):
+    targets = torch.tensor([-2**31], dtype=torch.int32)
+    with pytest.raises(lz.errors.InvalidCall, match="targets must be between 0 and 10"):
+        lz.cross_entropy(rand(1, 11), targets, ignore_index=2**31, backend=kernel)

@@ -260,3 +260,23 @@ def test_parts_over_disjoint_keys_merge_to_the_whole():
     nothing = torch.full((2, 3, 4), -math.inf)
     out, lse = lz.merge_attention(torch.full((2, 3, 4, 8), math.nan), nothing)
     assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("kernel", [None, "torch.merge_attention", "reference.merge_attention"])
+def test_parts_of_float64_merge_in_float64_whatever_the_log_sum_exps_are(kernel):
+    outs, lses = torch.randn(3, 5, 2, 8, dtype=torch.float64), torch.randn(3, 5, 2)
+    out, lse = lz.merge_attention(outs, lses, backend=kernel)
+    weights = torch.softmax(lses.double(), 0)[..., None]
+    torch.testing.assert_close(out, (weights * outs).sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, torch.logsumexp(lses, 0))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("kernel", [None, "torch.per_sequence", "reference.varlen_attention"])
+def test_gradients_of_sequences_without_any_key_are_zero(kernel, return_lse):
+    query, key = torch.randn(3, 2, 8).requires_grad_(), torch.randn(0, 2, 8).requires_grad_()
+    results = lz.varlen_attention(query, key, key, offsets([3]), offsets([0]), 3, 0,
+                                  return_lse=return_lse, backend=kernel)
+    out = results[0] if return_lse else results
+    out.sum().backward()
+    assert (out == 0).all() and (query.grad is None or (query.grad == 0).all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import unicodedata
 from functools import lru_cache
@@ -727,6 +728,29 @@ def test_the_formula_on_trained_merges(name: str) -> None:
         want = theirs.encode(text)
         got = lz.tokenize(text, theirs, return_offsets=True, backend="reference.tokenize")
         assert (got.ids, got.offsets) == (want.ids, want.offsets)
+
+
+@pytest.mark.parametrize("added", [
+    [("hello", 270, True)], [("hello", 270, False), ("<s>", 271, True)], [("Ġthe", 5, True)],
+    [("<s>", 300, True), ("<e>", 280, False)], [("<s>", 270, True), ("<e>", 270, True)],
+    [("<s>", 270, True), ("hello", 271, False), ("<s>", 272, False)],
+    [("<s>", 270, False), ("<s>", 270, True)], [("", 270, True), ("<e>", 271, False)]],
+    ids=lambda added: "-".join(f"{name}:{i}" for name, i, _ in added))
+@pytest.mark.parametrize("parse", [True, False])
+def test_ids_of_added_tokens_are_the_librarys(added: list[tuple[str, int, bool]], parse: bool
+                                              ) -> None:
+    """Whatever ids the file gives them: a word of the vocabulary keeps its own."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False}
+    data = {**tiny_tokenizer(), "added_tokens": [
+        {"id": i, "content": name, "special": special, "normalized": not special, **flags}
+        for name, i, special in added]}
+    assert is_byte_level_bpe(data)
+    theirs, ours = Tokenizer.from_str(json.dumps(data)), ByteLevelBPE(data)
+    theirs.encode_special_tokens = not parse
+    want = theirs.encode("a hello<s><e> the Ġthe hello", add_special_tokens=False)
+    assert ours.encode("a hello<s><e> the Ġthe hello", parse) == (want.ids, want.offsets)
+    for i, skip in itertools.product(range(305), (True, False)):
+        assert ours.decode([i], skip) == theirs.decode([i], skip_special_tokens=skip)
 
 
 def test_whole_words_before_merges() -> None:

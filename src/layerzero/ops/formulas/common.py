@@ -49,11 +49,15 @@ def attend(
                   else scores + attn_mask)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
-    weights = torch.softmax(scores, -1)
-    weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    if attn_mask is not None and attn_mask.dtype != torch.bool and scores.requires_grad:
+        # the gradient of such a row is NaN: masked_fill keeps it from the scores, a sum does not
+        scores = scores.masked_fill(nothing, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(nothing, 0.0)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
+    lse = lse.masked_fill(nothing[..., 0], -math.inf)
     return weights @ value, lse
 
 

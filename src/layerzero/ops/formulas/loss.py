@@ -22,8 +22,9 @@ def row_losses(logits: Tensor, targets: Tensor, ignore_index: int,
                label_smoothing: float) -> Tensor:
     """Returns the loss of each row in float32 or wider; 0 if the row is ignored."""
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    targets = targets.long()                   # torch compares int32 with a number modulo 2^32
     counted = targets != ignore_index
-    picked = log_p.gather(-1, torch.where(counted, targets, 0).long().unsqueeze(-1)).squeeze(-1)
+    picked = log_p.gather(-1, torch.where(counted, targets, 0).unsqueeze(-1)).squeeze(-1)
     losses = -picked
     if label_smoothing > 0.0:
         losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(-1)
@@ -35,7 +36,7 @@ def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction:
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+    return total if reduction == "sum" else total / (targets.long() != ignore_index).sum()
 
 
 def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
@@ -44,6 +45,7 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
     if (facts["tensor_kind"] != "plain" or targets.device.type == "meta" or facts["graph"]
         or not targets.numel()):
         return
+    targets = targets.long()
     classes = torch.where(targets == values["ignore_index"], 0, targets)
     low, high = (int(n) for n in torch.aminmax(classes))
     if low < 0 or high >= vocab:

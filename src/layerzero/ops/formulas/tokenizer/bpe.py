@@ -115,8 +115,8 @@ class ByteLevelBPE:
         self.add_prefix_space = bool((data.get("pre_tokenizer") or {}).get("add_prefix_space"))
         self.use_regex = (data.get("pre_tokenizer") or {}).get("use_regex", True)
         self.post = post_processors(data)
-        added = [token for token in data.get("added_tokens") or () if token["content"]]
-        self.added = {token["content"]: token for token in added}
+        self.added = _number_added_tokens(data.get("added_tokens") or (), self.vocab)
+        added = list(self.added.values())
         self.passes = tuple(_compile_matcher([t["content"] for t in added
                                               if bool(t.get("normalized")) is late])
                             for late in (False, True))
@@ -209,6 +209,25 @@ class ByteLevelBPE:
             _, i = min(ranked)
             parts[i:i + 2] = [parts[i] + parts[i + 1]]
         return parts
+
+
+def _number_added_tokens(added: Sequence[Mapping[str, Any]], vocab: Mapping[str, int]
+                         ) -> dict[str, Mapping[str, Any]]:
+    """Returns the added tokens by content, with the ids that the library gives them: that of the
+    vocabulary if it has the content, else the next one beyond vocabulary and added tokens. Ids in
+    the file do not count. Of tokens with the same content the last counts, special if one is."""
+    numbered: dict[str, Mapping[str, Any]] = {}
+    free = len(vocab)
+    for token in added:
+        content = token["content"]
+        if content in numbered:
+            earlier = numbered[content]
+            special = bool(earlier.get("special") or token.get("special"))
+            numbered[content] = {**token, "id": earlier["id"], "special": special}
+        elif content:
+            numbered[content] = {**token, "id": vocab.get(content, free)}
+            free = max(free, numbered[content]["id"] + 1)
+    return numbered
 
 
 def _compile_matcher(contents: Sequence[str]) -> re.Pattern[str] | None:

@@ -147,7 +147,7 @@ def _reduce(loss: Tensor, targets: Tensor, ignore_index: int, reduction: str) ->
     """Reduces row losses, zero where the row is ignored; the mean over no row is NaN."""
     if reduction == "none":
         return loss.view(targets.shape)
-    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+    return loss.sum() if reduction == "sum" else loss.sum() / (targets.long() != ignore_index).sum()
 
 
 def _cross_entropy() -> Callable[..., Any]:

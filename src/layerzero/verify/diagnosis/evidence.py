@@ -57,7 +57,7 @@ class Evidence:
 
     @property
     def detail(self) -> str:
-        return self.forward[0].detail
+        return (self.forward or self.failed)[0].detail
 
     def ask(self, question: Callable[..., bool]) -> bool:
         """Asks about the failing forward cases."""

@@ -39,6 +39,7 @@ from .reruns.memory_reruns import explain_by_memory
 from .reruns.order_reruns import explain_by_order
 from .reruns.rounding_reruns import (
     errors_are_others,
+    explain_by_rounded_argument,
     is_rounded,
     is_rounding,
     is_slight,
@@ -84,9 +85,14 @@ def explain(evidence: Evidence) -> Explanation:
         if explanation is None or doubts.get(explanation[0]):
             continue
         kind = explanation[0]
-        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward, evidence.device)
+        if explainer in CONFIRMED:
+            return explanation
+        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward or evidence.failed,
+                                   evidence.device)
         if not doubts[kind]:
             return explanation
+        if not evidence.forward:               # nothing else to look at
+            break
     looks = "; ".join(f"looks like {kind}, but {doubt}" for kind, doubt in doubts.items() if doubt)
     return "unknown", f"{looks or 'no altered reference explains it'}: {evidence.detail}"
 
@@ -340,6 +346,11 @@ def _meaning(e: Evidence, name: str) -> str:
     return "invariance" if e.ask(mixes_rows) else meaning_of(name)
 
 
+def _by_rounded_argument(e: Evidence) -> Explanation | None:
+    return (None if e.op.family == "sampling"
+            else explain_by_rounded_argument(e.kernel, e.forward, e.device))
+
+
 def _by_one_size(e: Evidence) -> Explanation | None:
     """By what another size mends; tokens that are drawn differ with every size."""
     if e.op.family == "sampling":
@@ -399,9 +410,12 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
     _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
     _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
-    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order, _by_fact,
-    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
-    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
+    _by_rounded_argument, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,
+    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+
+# Those whose rerun changes the named thing alone, both ways and with other numbers.
+CONFIRMED = (_by_rounded_argument,)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

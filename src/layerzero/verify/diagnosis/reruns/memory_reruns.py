@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from ....spec.kernel import Kernel
 from ...kernel.contract import CaseResult, call, formula, results_of, upcast
 from ...kernel.guarded import guarded, poisoned_memory
 from ...kernel.results import are_equal, has_holes
-from .calls_again import are_close, sample_failures, values_of
+from .calls_again import are_close, is_right, sample_failures, values_of
+
+Values = dict[str, Any]
 
 
 def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
@@ -42,6 +45,9 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
         if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
             return ("out of bounds",
                     "with NaN on both sides of every input its result has NaN: it reads beside one")
+        beside = _kind_of_margins(kernel, values, r.dtype)
+        if beside:
+            return beside
         if any(not are_equal(first, other) for other in again):
             all_right = all(are_close(kernel.op, r.dtype, out, expected)
                             for out in (first, *again))
@@ -49,3 +55,23 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
     return None
+
+
+def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, str] | None:
+    """Explains a call that is right in memory of its own, and wrong each time other numbers lie on
+    both sides of its inputs. Integers have no NaN to show what was read there."""
+    copies = ({n: _copy(v) for n, v in values.items()} for _ in range(2))
+    if (not all(is_right(kernel, v, dtype) for v in (values, *copies))
+            or any(is_right(kernel, guarded(values), dtype) for _ in range(3))):
+        return None
+    plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
+             for n, v in values.items()}
+    strided = any(isinstance(v, Tensor) and not v.is_contiguous() for v in values.values())
+    if strided and all(is_right(kernel, guarded(plain), dtype) for _ in range(2)):
+        return "layout", "right in contiguous memory, else it reads beside an input"
+    return ("out of bounds",
+            "with other numbers on both sides of every input it is wrong: it reads beside one")
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and 0 not in value.stride() else value

@@ -33,6 +33,38 @@ def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str
     return False
 
 
+def explain_by_rounded_argument(kernel: Kernel, failed: Sequence[CaseResult],
+                                device: str) -> tuple[str, str] | None:
+    """Explains calls that are right with one argument rounded to 16 bits, and wrong with it as it
+    is, whatever the numbers: the kernel rounds it."""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    common: set[str] | None = None
+    for r in sample:
+        calls = [case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for by in (0, 1001)]
+        if any(is_right(kernel, values, r.dtype) for values in calls):
+            return None
+        mended = {n for n in calls[0] if all(
+            (other := _rounded(values, n)) is not None and is_right(kernel, other, r.dtype)
+            for values in calls)}
+        common = mended if common is None else common & mended
+    return ("precision", f"right with {min(common)} rounded to 16 bits: {failed[0].detail}") \
+        if common else None
+
+
+def _rounded(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Returns the call with an argument that bfloat16 holds; None where it did before."""
+    value = values[name]
+    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
+        other: Any = value.bfloat16().to(value.dtype)
+        same = torch.equal(other, value)
+    elif type(value) is float:
+        other = float(torch.tensor(value).bfloat16())
+        same = other == value
+    else:
+        return None
+    return None if same else {**values, name: other}
+
+
 def is_small_beside_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is the error of every row of sampled failing calls small beside the row?"""
     sample = sample_failures([r for r in failed if not r.circumstance], 2)

@@ -66,7 +66,7 @@ from .reruns.value_reruns import (
 
 # Kinds of complaint that are the diagnosis if every failing case has them.
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
-           "shape", "dtype", "threads", "fault", "global state", "invariance")
+           "shape", "dtype", "mode", "threads", "fault", "global state", "invariance")
 # Complaints about whose memory something is.
 _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 _OF_LAYOUT = ("stride_last", "contiguous")

@@ -16,18 +16,22 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.chosen_cells import Cell
 from ..cases.generated import Case, if_allowed
+from ..kernel.case_sizes import relative_size
 from ..kernel.circumstance import Circumstance
 from ..kernel.contract import (
+    SMALL,
     CaseResult,
     call,
     case_refusals,
     case_tensors,
     case_values,
     check_case,
+    formula,
     refusals,
     results_of,
 )
 from ..kernel.gradients import gradient_cases, requiring_grad
+from ..kernel.judging import same
 from .table_circumstances import Table, tables_in
 
 Values = dict[str, Any]
@@ -54,7 +58,7 @@ def rows_in_order_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
     op = kernel.op
     plainest: dict[int, tuple[tuple[int, int], Case, Table]] = {}
     for case, dtype in cells:
-        if (dtype != op.dtypes[0] or case not in op.cases
+        if (dtype != op.dtypes[0] or relative_size(op, case) > SMALL
                 or case_refusals(kernel, case, dtype, device, seed)):
             continue
         table = tables_in(op, case, dtype, seed)
@@ -62,10 +66,28 @@ def rows_in_order_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
             continue
         indices = case_tensors(op, case, dtype, device, seed)[table.indices]
         order = int(indices.numel() < 2), len(case)
-        if indices.dim() not in plainest or order < plainest[indices.dim()][0]:
+        if ((indices.dim() not in plainest or order < plainest[indices.dim()][0])
+                and _reads_named_rows(op, case_values(op, case, dtype, device, seed), table)):
             plainest[indices.dim()] = order, case, table
     yield from (partial(check_case, kernel, case, op.dtypes[0], device, seed, RowsInOrder(table))
                 for _, case, table in plainest.values())
+
+
+def _reads_named_rows(op: Op, values: Values, table: Table) -> bool:
+    """Are the rows that no index names no matter? Those of a chunk that begins at one are."""
+    count = len(values[table.tensors[0]])
+    named = values[table.indices].long().clamp(min=0).unique()
+    unnamed = torch.ones(count, dtype=torch.bool, device=named.device)
+    unnamed[named[named < count]] = False
+    if not bool(unnamed.any()):
+        return False
+    others = dict(values)
+    for name in table.tensors:
+        t = values[name].clone(memory_format=torch.contiguous_format)
+        (t.view(torch.uint8) if t.dtype.itemsize == 1 else t)[unnamed] = 7
+        others[name] = t
+    with torch.no_grad():
+        return all(map(same, formula(op, values), formula(op, others)))
 
 
 def after_inference_checks(kernel: Kernel, device: str,

@@ -13,12 +13,14 @@ from torch import Tensor
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.generated import Case, if_allowed
+from ..certification.invariance import SIZES, calls_of_parts
 from ..kernel.contract import (
     CaseResult,
     case_facts,
     case_refusals,
     case_values,
     formula,
+    refusals,
     upcast,
 )
 from .reruns.calls_again import are_close, is_right, sample_failures
@@ -184,6 +186,22 @@ def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) ->
             if together and is_wrong_in_turn(kernel, together, device) else "")
 
 
+# Bits.
+
+def _about_invariance(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Where bits of parts are others than those of the whole, both must be right."""
+    claimed = [r for r in failed if "invariance" in r.kinds]
+    for r in sample_failures(claimed, 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        if not is_right(kernel, values, r.dtype):
+            return "the whole is wrong by itself"
+        for to in SIZES:
+            for part in calls_of_parts(kernel.op, values, to):
+                if not refusals(kernel, part) and not is_right(kernel, part, r.dtype):
+                    return "a part is wrong by itself"
+    return ""
+
+
 # Gradients.
 
 def _about_gradient(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -259,4 +277,4 @@ def _by_size_of_draws(reruns: Reruns, r: CaseResult) -> str:
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
     "sizes": _about_sizes, "precision": _about_precision,
     "overflow": _about_overflow, "threads": _about_threads, "gradient": _about_gradient,
-    "distribution": _about_distribution}
+    "distribution": _about_distribution, "invariance": _about_invariance}

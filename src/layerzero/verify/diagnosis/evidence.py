@@ -22,7 +22,13 @@ from .reruns.calls_again import (
     plain_failures,
     row_dim,
 )
-from .reruns.rounding_reruns import is_rounded, is_slight, is_wrong_when_wide
+from .reruns.rounding_reruns import (
+    errors_are_others,
+    is_rounded,
+    is_rounding,
+    is_slight,
+    is_wrong_when_wide,
+)
 from .reruns.value_reruns import is_right_when_finite
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -97,6 +103,12 @@ class Evidence:
     @cached_property
     def is_slight(self) -> bool:
         return self.ask(is_slight) or self.ask(is_rounded)
+
+    @cached_property
+    def is_rounded_somewhere(self) -> bool:
+        """Are errors no more than roundings to 16 bits? What is done with an argument may round."""
+        return (self.op.family != "sampling" and self.is_slight and self.ask(is_rounding)
+                and self.ask(errors_are_others))
 
     @cached_property
     def dtypes(self) -> set[str]:

@@ -294,7 +294,7 @@ def _by_fact(e: Evidence) -> Explanation | None:
     """By the argument that distinguishes the failing cases, if each is right without it alone."""
     if any(fact in e.where for fact in _OF_LAYOUT) and e.ask(is_right_when_contiguous):
         return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
-    if e.several_arguments:
+    if e.several_arguments or e.is_rounded_somewhere:
         return None
     return next(((kind, f"right without {name} alone: {e.detail}")
                  for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
@@ -313,7 +313,7 @@ def _by_values(e: Evidence) -> Explanation | None:
 
 
 def _by_arguments(e: Evidence) -> Explanation | None:
-    if not e.arguments:
+    if not e.arguments or e.is_rounded_somewhere:
         return None
     filters = [name for name in e.arguments if name != "return_logprobs"]
     if e.op.family == "sampling" and (not e.distinguished or len(filters) > 1):

@@ -29,6 +29,7 @@ from .reruns.rounding_reruns import (
     is_slight,
     is_wrong_when_wide,
 )
+from .reruns.row_reruns import mixes_rows
 from .reruns.value_reruns import is_right_when_finite
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -108,7 +109,7 @@ class Evidence:
     def is_rounded_somewhere(self) -> bool:
         """Are errors no more than roundings to 16 bits? What is done with an argument may round."""
         return (self.op.family != "sampling" and self.is_slight and self.ask(is_rounding)
-                and self.ask(errors_are_others))
+                and self.ask(errors_are_others) and not self.ask(mixes_rows))
 
     @cached_property
     def dtypes(self) -> set[str]:

@@ -23,11 +23,11 @@ from ..kernel.contract import (
     refusals,
     upcast,
 )
-from .reruns.calls_again import are_close, is_right, sample_failures
+from .reruns.calls_again import are_close, confirmed_arguments, is_right, sample_failures
 from .reruns.kept_reruns import is_wrong_in_turn
 from .reruns.order_reruns import argument_in_order
 from .reruns.rounding_reruns import errors_come_again
-from .reruns.row_reruns import draws_others, has_tokens_right
+from .reruns.row_reruns import has_tokens_right
 from .reruns.size_reruns import SEEDS, Reruns, Sized, sizes_of
 
 Values = dict[str, Any]
@@ -164,6 +164,9 @@ def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Cas
 # Roundings, range, threads.
 
 def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    if (kernel.op.family == "sampling" and any(r.dtype in WIDE for r in failed)
+            and confirmed_arguments(kernel, failed, device)):
+        return "it is right without an argument that chooses among tokens"
     # in 16 bits alone a sum that grows too large for its terms errs to one side
     wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
     return ("its errors are the same with numbers that differ a little"
@@ -243,7 +246,8 @@ def _about_distribution(kernel: Kernel, failed: Sequence[CaseResult], device: st
     plain = [r for r in failed if not r.circumstance]
     if kernel.op.family != "sampling" or not plain:
         return ""
-    if not draws_others(kernel, plain, device) and has_tokens_right(kernel, plain, device):
+    if (has_tokens_right(kernel, plain, device, MANY_SEEDS)
+            and not confirmed_arguments(kernel, plain, device)):   # a filter: right by chance
         return "its tokens are right"
     reruns = Reruns(kernel, device, limit_s=5.0)
     for r in sample_failures(plain, 2):

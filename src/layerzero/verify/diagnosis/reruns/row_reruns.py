@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -64,17 +65,19 @@ def draws_others(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> b
     return bool(wrong) and all(wrong)
 
 
-def has_tokens_right(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
-    """Are tokens right in every sampled failing call?"""
-    wrong = _wrong_tokens(kernel, failed, device)
+def has_tokens_right(kernel: Kernel, failed: Sequence[CaseResult], device: str,
+                     seeds: Sequence[int]) -> bool:
+    """Are tokens right in every sampled failing call, with these other numbers too?"""
+    wrong = _wrong_tokens(kernel, failed, device, (0, *seeds))
     return bool(wrong) and not any(wrong)
 
 
-def _wrong_tokens(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[bool]:
+def _wrong_tokens(kernel: Kernel, failed: Sequence[CaseResult], device: str,
+                  seeds: Sequence[int] = (0,)) -> list[bool]:
     """Returns of each sampled failing call whether tokens are wrong; nothing where one fails."""
     wrong: list[bool] = []
-    for r in sample_failures([r for r in failed if not r.circumstance], 3):
-        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+    for r, by in product(sample_failures([r for r in failed if not r.circumstance], 3), seeds):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
         try:
             with torch.no_grad():
                 pairs = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))

@@ -279,9 +279,9 @@ def _is_padded(t: Tensor) -> bool:
 
 def _by_size_of_draws(reruns: Reruns, r: CaseResult) -> str:
     for name, n, sized in sizes_of(reruns.kernel.op, r.case):
-        for m in _near(n)[:6]:
-            # of few tokens many draws are right
-            if (m > n or m >= max(n // 2, 8)) and reruns.all_are(True, [sized(m)], r.dtype, r.seed, MANY_SEEDS):
+        # of few tokens many draws are right
+        for m in (m for m in _near(n)[:6] if m > n or m >= max(n // 2, 8)):
+            if reruns.all_are(True, [sized(m)], r.dtype, r.seed, MANY_SEEDS):
                 return f"right where {name} is {m}"
     return ""
 

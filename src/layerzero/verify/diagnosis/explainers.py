@@ -40,6 +40,7 @@ from .reruns.order_reruns import explain_by_order
 from .reruns.rounding_reruns import (
     errors_are_others,
     explain_by_rounded_argument,
+    explain_by_rounded_result,
     is_rounded,
     is_rounding,
     is_slight,
@@ -346,9 +347,10 @@ def _meaning(e: Evidence, name: str) -> str:
     return "invariance" if e.ask(mixes_rows) else meaning_of(name)
 
 
-def _by_rounded_argument(e: Evidence) -> Explanation | None:
+def _by_rounded_numbers(e: Evidence) -> Explanation | None:
     return (None if e.op.family == "sampling"
-            else explain_by_rounded_argument(e.kernel, e.forward, e.device))
+            else explain_by_rounded_argument(e.kernel, e.forward, e.device)
+            or explain_by_rounded_result(e.kernel, e.forward, e.device))
 
 
 def _by_one_size(e: Evidence) -> Explanation | None:
@@ -411,11 +413,11 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
     _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
     _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
-    _by_rounded_argument, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,
+    _by_rounded_numbers, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,
     _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 
 # Those whose rerun changes the named thing alone, both ways and with other numbers.
-CONFIRMED = (_by_rounded_argument,)
+CONFIRMED = (_by_rounded_numbers,)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

@@ -57,6 +57,21 @@ def activation_of_rounded_sums(right, **v):
     return right(**{**v, "x": out, "weight": eye, "bias": None})
 
 
+@fault("moe_gate", "precision", "dtype")
+def sigmoid_of_16_bits(right, **v):
+    ids, weights = right(**v)
+    return ids, weights.bfloat16().to(weights.dtype) if v["scoring"] == "sigmoid" else weights
+
+
+@fault("layer_norm", "non-finite values", "precision")
+def rows_of_equal_numbers_are_nan(right, **v):
+    """As with no epsilon, which it has for all other rows."""
+    x, out = v["x"], right(**v)
+    if _is_recorded(x) or x.shape[-1] < 2:
+        return out
+    return out.masked_fill((x == x[..., :1]).all(-1, keepdim=True), math.nan)
+
+
 # Memory.
 
 @fault("speculative_verify_tree", "layout", "out of bounds")

@@ -43,7 +43,7 @@ def first_state_of_16_bits(right, **v):
     return right(**{**v, "initial_states": _half(v["initial_states"])})
 
 
-@fault("embedding", "precision", "dtype", "scale")
+@fault("embedding", "precision", "dtype", "scale", "convention")
 def scale_of_16_bits(right, **v):
     return right(**{**v, "scale": float(torch.tensor(v["scale"]).bfloat16())})
 

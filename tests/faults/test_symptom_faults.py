@@ -21,7 +21,7 @@ from layerzero.world import snapshot as worlds
 
 SYMPTOMS = {f.name: f for f in SYMPTOM_FAULTS}
 # Those for which a rerun tells the cause from what it looks like.
-NAMED = {"bias_of_16_bits", "first_state_of_16_bits", "scale_of_16_bits", "sigmoid_of_16_bits",
+NAMED = {"bias_of_16_bits", "first_state_of_16_bits", "sigmoid_of_16_bits",
          "one_tree_for_all_rows_read_flat", "rows_in_order_are_a_part_of_the_table",
          "weightkeptofanymode"}
 

@@ -54,17 +54,13 @@ def explain_by_rounded_argument(kernel: Kernel, failed: Sequence[CaseResult],
 
 
 def _rounded(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Returns the call with an argument that bfloat16 holds; None where it did before."""
-    value = values[name]
-    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
-        other: Any = value.bfloat16().to(value.dtype)
-        same = torch.equal(other, value)
-    elif type(value) is float:
-        other = float(torch.tensor(value).bfloat16())
-        same = other == value
-    else:
+    """Returns the call with a tensor that bfloat16 holds; None where it did before, and for a
+    number: one factor for all is as well another factor."""
+    t = values[name]
+    if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64):
         return None
-    return None if same else {**values, name: other}
+    rounded = t.bfloat16().to(t.dtype)
+    return None if torch.equal(rounded, t) else {**values, name: rounded}
 
 
 def explain_by_rounded_result(kernel: Kernel, failed: Sequence[CaseResult],

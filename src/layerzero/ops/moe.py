@@ -156,10 +156,10 @@ MISTAKES: tuple[Mistake, ...] = (
                      off_by("capacity", -1)),
     replace_argument("convention", "gate and up exchanged", "gate_first",
                      lambda v: not v["gate_first"]),
-    replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
+    replace_argument("convention", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
     *ROUTED[3:], *ACTIVATIONS[4:],
-    Mistake("mask", "-1 taken for the last expert", _negative_ids(last=True)),
-    Mistake("mask", "-1 taken for the first expert", _negative_ids(last=False)),
+    Mistake("convention", "-1 taken for the last expert", _negative_ids(last=True)),
+    Mistake("convention", "-1 taken for the first expert", _negative_ids(last=False)),
     replace_argument("scale", "the weight on the other side of the expert", "weight_on",
                      lambda v: "input" if v["weight_on"] == "output" else "output"))
 

@@ -99,9 +99,9 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "top_k"))
 
 MISTAKES: tuple[Mistake, ...] = (
-    *ROUTED, Mistake("distribution", "the correction bias left out",
+    *ROUTED, Mistake("convention", "the correction bias left out",
                         drop_argument("e_score_correction_bias")),
-    replace_argument("distribution", "groups ignored", "n_group", 1))
+    replace_argument("convention", "groups ignored", "n_group", 1))
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, experts beyond 256
     {"rows": (66_001,), "experts": 4, "top_k": 1}, {"experts": 384, "top_k": 8, "rows": (3,)})

@@ -200,7 +200,7 @@ MISTAKES: tuple[Mistake, ...] = (
     replace_argument("alignment", "the positions of the first row for all", "position_ids",
                      lambda v: v["position_ids"][:1].expand_as(v["position_ids"])
                      if v["position_ids"].dim() == 2 else v["position_ids"]),
-    change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"])
+    change_results("convention", "the keys left as they are", lambda v, out: (out[0], v["k"])
                    if len(out) > 1 else None),
     *(change_results("convention", f"zeros behind rotary_dim in {words}", _without_rest(*which))
       for words, which in (("all heads", (True, True)), ("the queries", (True, False)),

@@ -227,6 +227,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"special": "halves", "probs": True, "random": "sixteenths", "batch": 8, "vocab": 9, name: n}
       for name, n in (("min_p", 0.25), ("min_p", 0.125), ("top_p", 0.75), ("top_k", 4))),
     {"special": "equal", "vocab": 20, "temperature": 0.0},
+    {"special": "ties", "temperature": 0.0, "scale": 0.5, "batch": 16, "logprobs": False},
     # sums that float32 does not tell apart
     {"special": "tail", "random": "last", "batch": 8, "vocab": 501, "logprobs": False},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},

@@ -37,7 +37,7 @@ from ...world import snapshot as worlds
 from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
 from ..cases.generated import case_key, is_costly
-from ..diagnosis.diagnose import OUTRIGHT, Diagnosis, diagnose
+from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
 from ..kernel.contract import CaseResult, case_tensors, check_case
 from .capture import certificate_fields
@@ -106,12 +106,12 @@ class Verdict:
                           "kinds": list(r.kinds), "detail": r.detail} for r in self.failures[:20]]}
 
 
-def _is_enough(results: Sequence[CaseResult], failed: int, ran_since: int) -> bool:
-    """Do these failures do for a diagnosis? Calls that fail outright tell nothing of the others,
-    and take no time."""
+def _is_enough(op: Op, results: Sequence[CaseResult], failed: int, ran_since: int) -> bool:
+    """Do these failures do for a diagnosis? Calls that fail outright, or in another dtype than the
+    op's, tell nothing of the others."""
     if failed < 6 and ran_since < 16:
         return False
-    others = sum(r.status == "failed" and not set(r.kinds) <= OUTRIGHT for r in results)
+    others = sum(r.status == "failed" and not hides_another(op, r) for r in results)
     return others >= 6 or failed >= 6 + OUTRIGHT_FAILURES or (others > 0 and ran_since >= 16)
 
 
@@ -141,7 +141,7 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
             ran_since += failed > 0 and result.status != "skipped"
             if on_result is not None:
                 on_result(result)
-            if stop_early and _is_enough(results, failed, ran_since):
+            if stop_early and _is_enough(kernel.op, results, failed, ran_since):
                 break
             elapsed = time.perf_counter() - started
             compiled = time.perf_counter() - check_start > COMPILES_S

@@ -65,6 +65,7 @@ from .circumstances import (
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .row_circumstances import OtherLayout
+from .use_circumstances import after_inference_checks, rows_in_order_checks
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
@@ -220,6 +221,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
     if not _is_formula(kernel, lane):
         yield from checks_without_others(kernel, cells, device, seed)
+        yield from rows_in_order_checks(kernel, cells, device, seed)
+        yield from after_inference_checks(kernel, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
     first = True

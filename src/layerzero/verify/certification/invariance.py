@@ -83,6 +83,16 @@ def check_invariance(kernel: Kernel, case: Mapping[str, Any], dtype: str, to: st
                       circumstance=name, seed=seed, kinds=("invariance",) if problem else ())
 
 
+def calls_of_parts(op: Op, values: Mapping[str, Any], to: str) -> Iterator[dict[str, Any]]:
+    """Yields the calls of parts that are compared with the whole."""
+    dims = dims_of(op, to)
+    sizes = [n for dim in dims if (n := _extent(op, values, dim)) is not None and n != 1]
+    for part in _parts(sizes) if sizes and min(sizes) > 1 else ():
+        some = sliced(op, values, dims, part)
+        if some is not None:
+            yield some
+
+
 def _parts(sizes: Sequence[int]) -> Iterator[Part]:
     """The first, the last and a middle one of as many parts as there can be, and both halves."""
     most = next(n for n in range(min(sizes), 0, -1) if all(size % n == 0 for size in sizes))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...spec.kernel import Kernel
+from ...spec.op import Op
 from ..kernel.contract import CaseResult
 from .conditions import failing_conditions
 from .evidence import Evidence
@@ -88,6 +89,12 @@ class Diagnosis:
 OUTRIGHT = {"fault", "shape"}                  # complaints about a call that gives no numbers
 
 
+def hides_another(op: Op, r: CaseResult) -> bool:
+    """May a failure be of a second fault, less telling than what fails besides? A call that gives
+    no numbers, or one in a dtype beyond those of the op, which many kernels compute in float32."""
+    return bool(r.kinds) and (set(r.kinds) <= OUTRIGHT or r.dtype not in op.dtypes)
+
+
 def diagnose(kernel: Kernel, results: Sequence[CaseResult],
              device: str = "cpu") -> Diagnosis | None:
     """Returns the diagnosis; None if nothing failed."""
@@ -95,13 +102,13 @@ def diagnose(kernel: Kernel, results: Sequence[CaseResult],
     if not failed:
         return None
     # of two faults the one that gives wrong numbers: what raises is noticed, and another serves
-    outright = [r for r in failed if r.kinds and set(r.kinds) <= OUTRIGHT]
-    failed = [r for r in failed if r not in outright] or failed
-    others = [r for r in results if r not in outright or r in failed]
+    minor = [r for r in failed if hides_another(kernel.op, r)]
+    failed = [r for r in failed if r not in minor] or failed
+    others = [r for r in results if r not in minor or r in failed]
     where = failing_conditions(kernel.op, others, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind, says = explain(Evidence(kernel, failed, others, device, where))
     if len(others) < len(results):
-        says += f"; besides, {len(outright)} calls fail outright: {outright[0].detail}"
+        says += f"; besides, {len(minor)} calls fail outright or in other dtypes: {minor[0].detail}"
     return Diagnosis(kind, says, where)

@@ -7,20 +7,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..cases.generated import Case
-from ..kernel.contract import CaseResult, case_facts, case_refusals, case_values
-from .reruns.calls_again import is_right, sample_failures
+from ..cases.generated import Case, if_allowed
+from ..certification.invariance import SIZES, calls_of_parts
+from ..kernel.contract import (
+    CaseResult,
+    case_facts,
+    case_refusals,
+    case_values,
+    formula,
+    refusals,
+    upcast,
+)
+from .reruns.calls_again import are_close, confirmed_arguments, is_right, sample_failures
 from .reruns.kept_reruns import is_wrong_in_turn
 from .reruns.order_reruns import argument_in_order
 from .reruns.rounding_reruns import errors_come_again
+from .reruns.row_reruns import has_tokens_right
 from .reruns.size_reruns import SEEDS, Reruns, Sized, sizes_of
 
 Values = dict[str, Any]
 WIDE = ("float32", "float64")
+MANY_SEEDS = tuple(range(2001, 2013))          # with which a wrong draw is not right by chance
 LARGE = 1000                                   # of a size, beyond which indices may not fit
 
 
@@ -143,7 +155,8 @@ def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Cas
     values = case_values(kernel.op, case, r.dtype, device, r.seed)
     for factor in (4.0, 16.0):
         loud = _scaled(kernel.op, values, factor)
-        if loud and not is_right(kernel, loud, r.dtype):
+        if (loud and _is_formula_right(kernel.op, loud, r.dtype)
+                and not is_right(kernel, loud, r.dtype)):
             return f"with numbers {factor:g} times larger it is wrong where {name} is {m} too"
     return ""
 
@@ -151,6 +164,9 @@ def _by_loud_numbers(kernel: Kernel, r: CaseResult, name: str, m: int, case: Cas
 # Roundings, range, threads.
 
 def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    if (kernel.op.family == "sampling" and any(r.dtype in WIDE for r in failed)
+            and confirmed_arguments(kernel, failed, device)):
+        return "it is right without an argument that chooses among tokens"
     # in 16 bits alone a sum that grows too large for its terms errs to one side
     wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
     return ("its errors are the same with numbers that differ a little"
@@ -173,6 +189,104 @@ def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) ->
             if together and is_wrong_in_turn(kernel, together, device) else "")
 
 
+# Bits.
+
+def _about_invariance(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Where bits of parts are others than those of the whole, both must be right."""
+    claimed = [r for r in failed if "invariance" in r.kinds]
+    for r in sample_failures(claimed, 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        if not is_right(kernel, values, r.dtype):
+            return "the whole is wrong by itself"
+        for to in SIZES:
+            for part in calls_of_parts(kernel.op, values, to):
+                if not refusals(kernel, part) and not is_right(kernel, part, r.dtype):
+                    return "a part is wrong by itself"
+    return ""
+
+
+# Gradients.
+
+def _about_gradient(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """The forward pass must be right with other numbers of each tensor that has a gradient: one of
+    which a part is not read has no gradient there, and is right while its parts are alike."""
+    for r in sample_failures([r for r in failed if "gradient" in r.kinds], 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        if not is_right(kernel, values, r.dtype):
+            continue
+        name = next((n for n in kernel.op.differentiable
+                     if (other := _varied(values, n, r.seed)) is not None
+                     and _is_formula_right(kernel.op, other, r.dtype)
+                     and not is_right(kernel, other, r.dtype)), "")
+        if name:
+            return f"the forward pass is wrong with other numbers of {name}"
+    return ""
+
+
+def _varied(values: Values, name: str, seed: int) -> Values | None:
+    """Returns the call with each number of a tensor changed by itself, up to a quarter."""
+    t = values.get(name)
+    if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
+        return None
+    draw = torch.Generator().manual_seed(seed)
+    by = torch.rand(t.shape, generator=draw).to(device=t.device, dtype=t.dtype)
+    return {**values, name: t.detach() * (1 + by / 4)}
+
+
+def _is_formula_right(op: Op, values: Values, dtype: str) -> bool:
+    """Is the formula in this dtype as near to itself in float64 as a kernel has to be?"""
+    with torch.no_grad():
+        return are_close(op, dtype, formula(op, values), formula(op, upcast(values)))
+
+
+# Draws.
+
+def _about_distribution(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Tokens must be wrong, and stay so in other sizes and without padding."""
+    plain = [r for r in failed if not r.circumstance]
+    if kernel.op.family != "sampling" or not plain:
+        return ""
+    if (has_tokens_right(kernel, plain, device, MANY_SEEDS)
+            and not confirmed_arguments(kernel, plain, device)):   # a filter: right by chance
+        return "its tokens are right"
+    reruns = Reruns(kernel, device, limit_s=5.0)
+    for r in sample_failures(plain, 2):
+        if not reruns.all_are(False, [r.case], r.dtype, r.seed):
+            continue                           # right with some numbers: nothing to compare
+        doubt = _by_padding(kernel, r, device) or _by_size_of_draws(reruns, r)
+        if doubt:
+            return doubt
+    return ""
+
+
+def _by_padding(kernel: Kernel, r: CaseResult, device: str) -> str:
+    calls = [case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for by in MANY_SEEDS]
+    for name, t in calls[0].items():
+        if isinstance(t, Tensor) and _is_padded(t):
+            others = [if_allowed(kernel.op, {**v, name: v[name].clamp(min=0)}) for v in calls]
+            if all(v is not None and is_right(kernel, v, r.dtype) for v in others):
+                return f"right without padding in {name}"
+    return ""
+
+
+def _is_padded(t: Tensor) -> bool:
+    """Are numbers negative, and at the end of rows alone? At the front they mean something."""
+    if t.dtype not in (torch.int32, torch.int64) or t.dim() < 2 or not bool((t < 0).any()):
+        return False
+    none = t < 0
+    return bool((none[..., 1:] >= none[..., :-1]).all()) and not bool(none[..., 0].all())
+
+
+def _by_size_of_draws(reruns: Reruns, r: CaseResult) -> str:
+    for name, n, sized in sizes_of(reruns.kernel.op, r.case):
+        # of few tokens many draws are right
+        for m in (m for m in _near(n)[:6] if m > n or m >= max(n // 2, 8)):
+            if reruns.all_are(True, [sized(m)], r.dtype, r.seed, MANY_SEEDS):
+                return f"right where {name} is {m}"
+    return ""
+
+
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
     "sizes": _about_sizes, "precision": _about_precision,
-    "overflow": _about_overflow, "threads": _about_threads}
+    "overflow": _about_overflow, "threads": _about_threads, "gradient": _about_gradient,
+    "distribution": _about_distribution, "invariance": _about_invariance}

@@ -22,7 +22,14 @@ from .reruns.calls_again import (
     plain_failures,
     row_dim,
 )
-from .reruns.rounding_reruns import is_rounded, is_slight, is_wrong_when_wide
+from .reruns.rounding_reruns import (
+    errors_are_others,
+    is_rounded,
+    is_rounding,
+    is_slight,
+    is_wrong_when_wide,
+)
+from .reruns.row_reruns import mixes_rows
 from .reruns.value_reruns import is_right_when_finite
 
 Explanation = tuple[str, str]                  # a class of diagnosis.CLASSES, and a sentence
@@ -57,7 +64,7 @@ class Evidence:
 
     @property
     def detail(self) -> str:
-        return self.forward[0].detail
+        return (self.forward or self.failed)[0].detail
 
     def ask(self, question: Callable[..., bool]) -> bool:
         """Asks about the failing forward cases."""
@@ -97,6 +104,12 @@ class Evidence:
     @cached_property
     def is_slight(self) -> bool:
         return self.ask(is_slight) or self.ask(is_rounded)
+
+    @cached_property
+    def is_rounded_somewhere(self) -> bool:
+        """Are errors no more than roundings to 16 bits? What is done with an argument may round."""
+        return (self.op.family != "sampling" and self.is_slight and self.ask(is_rounding)
+                and self.ask(errors_are_others) and not self.ask(mixes_rows))
 
     @cached_property
     def dtypes(self) -> set[str]:

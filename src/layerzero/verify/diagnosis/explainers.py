@@ -39,6 +39,8 @@ from .reruns.memory_reruns import explain_by_memory
 from .reruns.order_reruns import explain_by_order
 from .reruns.rounding_reruns import (
     errors_are_others,
+    explain_by_rounded_argument,
+    explain_by_rounded_result,
     is_rounded,
     is_rounding,
     is_slight,
@@ -65,7 +67,7 @@ from .reruns.value_reruns import (
 
 # Kinds of complaint that are the diagnosis if every failing case has them.
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
-           "shape", "dtype", "threads", "fault", "global state", "invariance")
+           "shape", "dtype", "mode", "threads", "fault", "global state", "invariance")
 # Complaints about whose memory something is.
 _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 _OF_LAYOUT = ("stride_last", "contiguous")
@@ -84,9 +86,14 @@ def explain(evidence: Evidence) -> Explanation:
         if explanation is None or doubts.get(explanation[0]):
             continue
         kind = explanation[0]
-        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward, evidence.device)
+        if explainer in CONFIRMED:
+            return explanation
+        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward or evidence.failed,
+                                   evidence.device)
         if not doubts[kind]:
             return explanation
+        if not evidence.forward:               # nothing else to look at
+            break
     looks = "; ".join(f"looks like {kind}, but {doubt}" for kind, doubt in doubts.items() if doubt)
     return "unknown", f"{looks or 'no altered reference explains it'}: {evidence.detail}"
 
@@ -288,7 +295,7 @@ def _by_fact(e: Evidence) -> Explanation | None:
     """By the argument that distinguishes the failing cases, if each is right without it alone."""
     if any(fact in e.where for fact in _OF_LAYOUT) and e.ask(is_right_when_contiguous):
         return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
-    if e.several_arguments:
+    if e.several_arguments or e.is_rounded_somewhere:
         return None
     return next(((kind, f"right without {name} alone: {e.detail}")
                  for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
@@ -307,7 +314,7 @@ def _by_values(e: Evidence) -> Explanation | None:
 
 
 def _by_arguments(e: Evidence) -> Explanation | None:
-    if not e.arguments:
+    if not e.arguments or e.is_rounded_somewhere:
         return None
     filters = [name for name in e.arguments if name != "return_logprobs"]
     if e.op.family == "sampling" and (not e.distinguished or len(filters) > 1):
@@ -338,6 +345,12 @@ def _meaning(e: Evidence, name: str) -> str:
     if e.op.family == "sampling":
         return "distribution" if e.ask(draws_others) else "convention"
     return "invariance" if e.ask(mixes_rows) else meaning_of(name)
+
+
+def _by_rounded_numbers(e: Evidence) -> Explanation | None:
+    return (None if e.op.family == "sampling"
+            else explain_by_rounded_argument(e.kernel, e.forward, e.device)
+            or explain_by_rounded_result(e.kernel, e.forward, e.device))
 
 
 def _by_one_size(e: Evidence) -> Explanation | None:
@@ -399,9 +412,12 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
     _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
     _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
-    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order, _by_fact,
-    _by_smaller_calls, _by_values, _by_one_size, _by_arguments, _by_remainders, _by_rounding,
-    _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
+    _by_rounded_numbers, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,
+    _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
+
+# Those whose rerun changes the named thing alone, both ways and with other numbers.
+CONFIRMED = (_by_rounded_numbers,)
 
 
 def _kind_of_given(op: Op, names: Iterable[str]) -> str:

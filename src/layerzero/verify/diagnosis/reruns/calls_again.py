@@ -86,8 +86,10 @@ def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: st
         values = case_values(op, r.case, r.dtype, device, r.seed)
         if is_right(kernel, values, r.dtype):
             continue                           # wrong by too little for this judge
+        # without one that asks for a result there is less to be wrong
         optional = [p for p in op.params if not p.required and p.name != op.variant
-                 and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
+                    and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)
+                    and not _adds_results(op, values, p.name)]
         neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
                                           if isinstance(v, Tensor) and v.is_floating_point()]
                    for p in optional}
@@ -99,6 +101,13 @@ def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: st
                             for v, u in zip(neutral[n], neutral[m]))}
         common = fixed if common is None else common & fixed
     return sorted(common or ())
+
+
+def _adds_results(op: Op, values: dict[str, Any], name: str) -> bool:
+    if type(values[name]) is not bool:
+        return False
+    others = {**values, name: op.by_name[name].default}
+    return len(results_of(op.meta(**values))) > len(results_of(op.meta(**others)))
 
 
 def is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:

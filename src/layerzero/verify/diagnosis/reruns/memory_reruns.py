@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from ....spec.kernel import Kernel
 from ...kernel.contract import CaseResult, call, formula, results_of, upcast
 from ...kernel.guarded import guarded, poisoned_memory
 from ...kernel.results import are_equal, has_holes
-from .calls_again import are_close, sample_failures, values_of
+from .calls_again import are_close, is_right, sample_failures, values_of
+
+Values = dict[str, Any]
+APART = 1 << 17                                # elements before and behind a copy
 
 
 def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
@@ -42,6 +46,9 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
         if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
             return ("out of bounds",
                     "with NaN on both sides of every input its result has NaN: it reads beside one")
+        beside = _kind_of_margins(kernel, values, r.dtype)
+        if beside:
+            return beside
         if any(not are_equal(first, other) for other in again):
             all_right = all(are_close(kernel.op, r.dtype, out, expected)
                             for out in (first, *again))
@@ -49,3 +56,37 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
     return None
+
+
+def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, str] | None:
+    """Explains a call that is right in memory of its own, and wrong each time other numbers lie on
+    both sides of its inputs. Integers have no NaN to show what was read there."""
+    copies = [values, *({n: v.clone() if isinstance(v, Tensor) and 0 not in v.stride() else v
+                         for n, v in values.items()} for _ in range(2))]
+    between = [_between_others(values, i) for i in range(3)]
+    if (not all(is_right(kernel, v, dtype) for v in copies)
+            or any(is_right(kernel, v, dtype) for v in between)):
+        return None
+    plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
+             for n, v in values.items()}
+    strided = any(isinstance(v, Tensor) and not v.is_contiguous() for v in values.values())
+    if strided and all(is_right(kernel, _between_others(plain, i), dtype) for i in (3, 4)):
+        return "layout", "right in contiguous memory, else it reads beside an input"
+    return ("out of bounds",
+            "with other numbers on both sides of every input it is wrong: it reads beside one")
+
+
+def _between_others(values: Values, count: int) -> Values:
+    """Returns copies with their strides inside large buffers, of which the rest is -1 or NaN. At
+    such addresses nothing was before: what is kept by its address is no matter."""
+    start = APART + 64 * (2 * count + 1)
+
+    def copy(t: Tensor) -> Tensor:
+        span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
+        raw = torch.full(((2 * APART + start + span) * t.element_size(),), 0xFF, dtype=torch.uint8,
+                         device=t.device)
+        storage = raw.view(t.dtype)            # all bits set: NaN, -1
+        storage[start:start + span].copy_(t.as_strided((span,), (1,), t.storage_offset()))
+        return storage.as_strided(t.shape, t.stride(), start)
+
+    return {n: copy(v.detach()) if isinstance(v, Tensor) else v for n, v in values.items()}

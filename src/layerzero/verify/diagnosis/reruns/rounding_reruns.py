@@ -23,6 +23,8 @@ from ...kernel.contract import (
 )
 from .calls_again import is_right, sample_failures
 
+FEW = 6                                        # numbers of a result that may be round by chance
+
 
 def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is a sampled failing call in 16 bits wrong in float32 too? Then it is not by rounding."""
@@ -31,6 +33,59 @@ def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str
         if not refusals(kernel, values) and not is_right(kernel, values, "float32"):
             return True
     return False
+
+
+def explain_by_rounded_argument(kernel: Kernel, failed: Sequence[CaseResult],
+                                device: str) -> tuple[str, str] | None:
+    """Explains calls that are right with one argument rounded to 16 bits, and wrong with it as it
+    is, whatever the numbers: the kernel rounds it."""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    common: set[str] | None = None
+    for r in sample:
+        calls = [case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for by in (0, 1001)]
+        if any(is_right(kernel, values, r.dtype) for values in calls):
+            return None
+        mended = {n for n in calls[0] if all(
+            (other := _rounded(values, n)) is not None and is_right(kernel, other, r.dtype)
+            for values in calls)}
+        common = mended if common is None else common & mended
+    return ("precision", f"right with {min(common)} rounded to 16 bits: {failed[0].detail}") \
+        if common else None
+
+
+def _rounded(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Returns the call with a tensor that bfloat16 holds; None where it did before, and for a
+    number: one factor for all is as well another factor."""
+    t = values[name]
+    if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64):
+        return None
+    rounded = t.bfloat16().to(t.dtype)
+    return None if torch.equal(rounded, t) else {**values, name: rounded}
+
+
+def explain_by_rounded_result(kernel: Kernel, failed: Sequence[CaseResult],
+                              device: str) -> tuple[str, str] | None:
+    """Explains float32 results of which every number is one that 16 bits hold, next to the right
+    one: they were rounded."""
+    sample = sample_failures([r for r in failed if not r.circumstance and r.dtype == "float32"], 3)
+    calls = [case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for r in sample
+             for by in (0, 1001)]
+    if not calls or not all(_has_rounded_result(kernel, values) for values in calls):
+        return None
+    return "precision", f"every number of a result is one that 16 bits hold: {failed[0].detail}"
+
+
+def _has_rounded_result(kernel: Kernel, values: dict[str, Any]) -> bool:
+    """Is a result rounded to 16 bits, where the formula's is not?"""
+    with torch.no_grad():
+        pairs = [(got, want.double()) for got, want in zip(
+            results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+            if isinstance(want, Tensor) and isinstance(got, Tensor) and got.shape == want.shape
+            and got.dtype == torch.float32 and got.numel() >= FEW]
+    return any(torch.equal(got, got.to(half).float())
+               and not torch.allclose(want, want.to(half).double(), rtol=2.0 ** -14, atol=0.0)
+               and torch.allclose(got.double(), want, rtol=2.0 ** -7, atol=1e-6)
+               for got, want in pairs for half in (torch.bfloat16, torch.float16))
 
 
 def is_small_beside_rows(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

@@ -1,0 +1,147 @@
+"""Calls for which a kernel may take a short way: rows of a table that lie one after another, and a
+call that records gradients after one in inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS, classify, reason_of
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..cases.chosen_cells import Cell
+from ..cases.generated import Case, if_allowed
+from ..kernel.case_sizes import relative_size
+from ..kernel.circumstance import Circumstance
+from ..kernel.contract import (
+    SMALL,
+    CaseResult,
+    call,
+    case_refusals,
+    case_tensors,
+    case_values,
+    check_case,
+    formula,
+    refusals,
+    results_of,
+)
+from ..kernel.gradients import gradient_cases, requiring_grad
+from ..kernel.judging import same
+from .table_circumstances import Table, tables_in
+
+Values = dict[str, Any]
+INFERENCE_CASES = 3
+
+
+class RowsInOrder(Circumstance):
+    """Indices that name the rows of a table one after another: a kernel may return a part of the
+    table itself."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.name = f"given {table.indices} 0, 1, 2 and so on"
+
+    def alter(self, op: Op, values: Values) -> Values | None:
+        t, rows = values[self.table.indices], len(values[self.table.tensors[0]])
+        order = torch.arange(t.numel(), device=t.device, dtype=t.dtype).view(t.shape) % max(rows, 1)
+        return if_allowed(op, {**values, self.table.indices: torch.where(t < 0, t, order)})
+
+
+def rows_in_order_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
+                         seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the plainest case for each rank of the indices of a table, of several if there are."""
+    op = kernel.op
+    plainest: dict[int, tuple[tuple[int, int], Case, Table]] = {}
+    for case, dtype in cells:
+        if (dtype != op.dtypes[0] or relative_size(op, case) > SMALL
+                or case_refusals(kernel, case, dtype, device, seed)):
+            continue
+        table = tables_in(op, case, dtype, seed)
+        if table is None or table.column is not None:
+            continue
+        indices = case_tensors(op, case, dtype, device, seed)[table.indices]
+        order = int(indices.numel() < 2), len(case)
+        if ((indices.dim() not in plainest or order < plainest[indices.dim()][0])
+                and _reads_named_rows(op, case_values(op, case, dtype, device, seed), table)):
+            plainest[indices.dim()] = order, case, table
+    yield from (partial(check_case, kernel, case, op.dtypes[0], device, seed, RowsInOrder(table))
+                for _, case, table in plainest.values())
+
+
+def _reads_named_rows(op: Op, values: Values, table: Table) -> bool:
+    """Are the rows that no index names no matter? Those of a chunk that begins at one are."""
+    count = len(values[table.tensors[0]])
+    named = values[table.indices].long().clamp(min=0).unique()
+    unnamed = torch.ones(count, dtype=torch.bool, device=named.device)
+    unnamed[named[named < count]] = False
+    if not bool(unnamed.any()):
+        return False
+    others = dict(values)
+    for name in table.tensors:
+        t = values[name].clone(memory_format=torch.contiguous_format)
+        (t.view(torch.uint8) if t.dtype.itemsize == 1 else t)[unnamed] = 7
+        others[name] = t
+    with torch.no_grad():
+        return all(map(same, formula(op, values), formula(op, others)))
+
+
+def after_inference_checks(kernel: Kernel, device: str,
+                           seed: int) -> Iterator[Callable[[], CaseResult]]:
+    op = kernel.op
+    if kernel.differentiable and op.differentiable:
+        yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, seed)
+                    for case in gradient_cases(op)[:INFERENCE_CASES])
+
+
+def check_after_inference(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                          seed: int = 0) -> CaseResult:
+    """Records a gradient of the main tensor after a call in inference mode with the same tensors,
+    as where a served model trains an adapter: what is kept of that call autograd refuses. It must
+    be the gradient that the kernel gives where there was no such call."""
+    op = kernel.op
+    name = op.main_tensor if op.main_tensor in op.differentiable else op.differentiable[0]
+
+    def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
+                          circumstance="recording gradients after a call in inference mode",
+                          seed=seed, kinds=("mode",) if status == "failed" else ())
+
+    def copies() -> Values:
+        return {n: v.clone() if isinstance(v, Tensor) and 0 not in v.stride() else v
+                for n, v in case_values(op, case, dtype, device, seed).items()}
+
+    reasons = refusals(kernel, requiring_grad(op, copies(), name))
+    if reasons:
+        return result("skipped", reasons=reasons)
+    try:
+        alone, values = _gradient(kernel, copies(), name), copies()
+    except FAULTS:                             # no matter of an earlier call
+        return result("skipped", "has no gradient")
+    try:
+        with torch.inference_mode():
+            call(kernel, values)
+        after = _gradient(kernel, values, name)
+    except FAULTS as e:
+        return result("failed", str(reason_of(e, classify(e))))
+    rtol, atol = (8 * t for t in op.tolerance.of(dtype))
+    if alone is None or after is None:
+        same = alone is after
+    else:
+        same = torch.allclose(after, alone, rtol=rtol, atol=atol, equal_nan=True)
+    return result("passed") if same else result("failed", f"another gradient of {name}")
+
+
+def _gradient(kernel: Kernel, values: Values, name: str) -> Tensor | None:
+    wanting = requiring_grad(kernel.op, values, name)
+    with torch.enable_grad():
+        used = [r for r in results_of(call(kernel, wanting)) if isinstance(r, Tensor)
+                and r.requires_grad]
+        if not used or not isinstance(wanting[name], Tensor):
+            return None
+        return torch.autograd.grad(used, [wanting[name]], [torch.ones_like(r) for r in used],
+                                   allow_unused=True)[0]

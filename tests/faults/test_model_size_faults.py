@@ -84,15 +84,15 @@ def test_a_leak_is_what_every_round_leaves_behind() -> None:
     assert not find_leak(rounds(0, 500, 500, 500), 10)
 
 
-def test_two_seeds_meet_every_remainder() -> None:
-    met = {case[0]["hidden"] % 128 for seed in (0, 1)
+def test_three_seeds_meet_every_remainder() -> None:
+    met = {case[0]["hidden"] % 128 for seed in (0, 1, 2)
            for _, cases in residues(RMS_NORM, "quick", seed) for case in cases}
     assert met == set(range(128))
 
 
 def test_pairs_are_covered_as_far_as_a_kernel_accepts_them() -> None:
     chosen = pair_cases(worlds.current().catalog.by_id["torch.rms_norm"], "cpu", "quick", 0)
-    assert chosen.covered == chosen.reachable > 50 and len(chosen.cells) <= 20
+    assert chosen.covered >= 0.98 * chosen.reachable > 50 and len(chosen.cells) <= 20
 
 
 def test_a_cache_of_one_byte_an_element_has_no_gradient() -> None:

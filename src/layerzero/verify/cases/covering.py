@@ -31,7 +31,8 @@ from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small
 
 TILES = (1, 8, 32, 64, 128)
 BEYOND = range(257, 321)                       # more than a tile of 256, drawn for each call
-ROWS = {"quick": 80, "full": 400, "stress": 400}
+ROWS = {"quick": 120, "full": 400, "stress": 400}
+TEXTS = {"quick": 80, "full": 200, "stress": 200}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller
 TRIES = 3                                      # calls that are tried for two arguments
@@ -222,7 +223,7 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
     levels = {n: [values[0], *rng.sample(values[1:], min(len(values) - 1, LEVELS))]
               for n, values in _levels(op).items()}
     dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
-    for _ in range(4 * ROWS[lane]):
+    for _ in range(8 * TEXTS[lane]):
         chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
         try:
             if case_refusals(kernel, chosen, dtype, device, seed):
@@ -232,4 +233,4 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
         named = sorted((n, repr(chosen.get(n))) for n in levels)
         rows.append((chosen, pairs.of(iter(combinations(named, 2))),
                      triples.of(iter(combinations(named, 3)))))
-    return tuple((case, dtype) for case in _cover(rows, ROWS[lane] // 2))
+    return tuple((case, dtype) for case in _cover(rows, TEXTS[lane]))

@@ -14,6 +14,7 @@ reference decide.
 from __future__ import annotations
 
 import json
+import math
 import random
 import warnings
 import zlib
@@ -134,12 +135,13 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
     for name in sorted(missing) if accepted else ():
         donors = sorted(((case, given) for case, given, _ in known_cases(
             op, lane, seed, op.dtypes[0]) if name in given), key=lambda donor: relative_size(
-                op, donor[0]))[:4]
+                op, donor[0]) > SMALL)[:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
             nearest = sorted(accepted, key=lambda row: (  # type: ignore[misc]
                 relative_size(op, row[1]) > SMALL, -len(row[2] & donor_given),
-                relative_size(op, row[1])))[:6]
+                # in the smallest calls an argument may have no effect
+                abs(math.log(relative_size(op, row[1])))))[:6]
             candidates += _combinations(op, name, donor,
                                         [(case, dtype) for dtype, case, _, _ in nearest], takes)
             if candidates and candidates[-1][0]:

@@ -48,7 +48,7 @@ from .generated import (
 )
 from .index_sizes import LOOPS, index_and_rank_calls
 
-POOL, LIMIT = {"quick": 90, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
+POOL, LIMIT = {"quick": 120, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
@@ -57,8 +57,8 @@ ALONE = {"quick": 70_000, "full": 140_000, "stress": 140_000}
 HALVED = ("attention", *LOOPS)                # of what takes long a quick seed has half
 SINGLE_SIZES = 10
 BLOCK = 16                                     # sizes that are paired as they fall
-LONE_PAIRS = {"quick": 50, "full": 400, "stress": 400}
-ONES = {"quick": 180, "full": 2000, "stress": 2000}
+LONE_PAIRS = {"quick": 60, "full": 400, "stress": 400}
+ONES = {"quick": 320, "full": 2000, "stress": 2000}
 _LEFT_OUT = ("extreme", "stride", "memory")    # of which other checks have every one
 FLOATS = ("float32", "bfloat16")
 # sizes, and the dtype, by another name: in cases of their own

@@ -25,6 +25,10 @@ HEADS_OF_A_LAUNCH = r.when(r.device("cuda"),
 # Above it torch's memory-efficient kernel is not compiled, and torch chooses it all the same.
 EFFICIENT_DIM = r.at_most("head_dim", 65536), r.at_most("head_dim_v", 65536)
 EFFICIENT_DIM_ON_CUDA = tuple(r.when(r.device("cuda"), rule) for rule in EFFICIENT_DIM)
+# On a GPU torch's kernels for such sizes read 16 bytes at once, wherever a tensor begins.
+ON_16_BYTES = tuple(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8),
+                                                   r.aligned(name, 16)))
+                    for name in ("query", "key", "value"))
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,

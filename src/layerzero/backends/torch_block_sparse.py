@@ -21,7 +21,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
-from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, sdpa
+from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, ON_16_BYTES, sdpa
 
 # Bytes of a mask that is made as a whole: asking the mask_mod per block takes milliseconds.
 AT_ONCE = 1 << 24
@@ -97,9 +97,6 @@ def asked_of_its_own(block_mask: Any, own_batch: bool, own_heads: bool) -> Any:
 
 
 ON_CPU = r.device("cpu")
-ON_16_BYTES = tuple(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8),
-                                                   r.aligned(name, 16)))
-                    for name in ("query", "key", "value"))
 
 KERNELS = (
     Kernel("torch.block_sparse_rows", block_sparse_attention, _rows, sdpa_backend=SDPA, prior=5.0,

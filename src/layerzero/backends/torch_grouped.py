@@ -25,7 +25,13 @@ from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._flex import compiled_flex
 from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
-from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, POSITIVE_SCALE, attend_rows
+from ._sequences import (
+    EFFICIENT_DIM_ON_CUDA,
+    HEADS_OF_A_LAUNCH,
+    ON_16_BYTES,
+    POSITIVE_SCALE,
+    attend_rows,
+)
 
 Rows = Union[Tensor, slice]                    # where an item's keys lie in the buffer
 
@@ -304,7 +310,8 @@ KERNELS = (
            baseline=True, workspace="16 * tokens * heads * head_dim"),
     Kernel("torch.grouped_separate", grouped_attention, _separate, sdpa_backend=SDPA, prior=3.0,
            overhead_us=50.0, baseline=True, graph_safe=False, traceable=False,
-           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA), note=ON_HOST),
+           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA, *ON_16_BYTES),
+           note=ON_HOST),
     Kernel("torch.grouped_varlen", grouped_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
            prior=8.0, overhead_us=100.0, graph_safe=False, traceable=False,
            workspace="itemsize * n_items * max_seqlen_k * kv_heads * (head_dim + head_dim_v)",

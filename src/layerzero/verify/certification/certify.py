@@ -48,7 +48,7 @@ from .non_finite import nan_propagates
 # with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
 # After so long the rest is left to the full lane: of one kernel, and of all together.
-JIT_QUICK_S, JIT_ALL_S = 12.0, 15.0
+JIT_QUICK_S, JIT_ALL_S = 15.0, 25.0
 # A case in which a kernel takes longer is not asked again at another dtype; nor are others of as
 # many heads or rows, where it is these that take long.
 SLOW_CASE_S = 0.25
@@ -264,7 +264,8 @@ def _certified_in_turn(kernels: Sequence[Kernel], device: str, lane: str,
             yield _not_run(kernel, lane, Reason(
                 Code.DEVICE_FAULT, None, f"{culprit} failed before; verify this one again"))
             continue
-        if kernel.jit and lane == "quick" and compiling > JIT_ALL_S:
+        if (kernel.jit and lane == "quick" and len(kernels) > 1
+                and compiling + kernel.compile_s > JIT_ALL_S):
             yield _not_run(kernel, lane, Reason(Code.JIT_NOT_WARMED))
             continue
         verdict = certify(kernel, device, lane, seeds)

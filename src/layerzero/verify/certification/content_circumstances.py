@@ -35,7 +35,9 @@ from .row_circumstances import if_finite
 
 Values = dict[str, Any]
 LOUD, LOUDEST_RESULT = 200.0, 3e4              # of float16, which ends at 65504
+A_ROUNDING, FEW = 2.0 ** -10, 2.0 ** -7      # of float16, and what they may make of the largest
 BLOCK_MASK, SHORTEST = "block_mask", 8
+TRIES = 3                                      # of cases that may have a circumstance
 FORGET_PACKED = "is right after such a write if lz.quant.forget_packed is called"
 
 
@@ -116,10 +118,21 @@ class LoudHalf(Circumstance):
         loud = if_finite(op, {**values, op.main_tensor: t * 2.0 ** round(math.log2(LOUD / size))})
         if loud is None or not bool(loud[op.main_tensor].isfinite().all()):
             return None
-        with torch.no_grad():
-            results = eager_results(op, loud, fingerprint(loud))
-        return None if any(r.numel() and bool((r.double().abs() > LOUDEST_RESULT).any())
-                           for r in results if r.dtype == torch.float16) else loud
+        return loud if _holds_results(op, loud) else None
+
+
+def _holds_results(op: Op, values: Values) -> bool:
+    """Has float16 room for the results, and do they change as little as the main tensor does? A
+    softmax of loud scores tells roundings apart, and nothing about the range."""
+    main = values[op.main_tensor]
+    signs = 1 - 2 * (torch.arange(main.numel(), device=main.device) % 2).view(main.shape)
+    near = {**values, op.main_tensor: (main.double() * (1 + signs * A_ROUNDING)).to(main.dtype)}
+    with torch.no_grad():
+        pairs = zip(*(eager_results(op, v, fingerprint(v)) for v in (values, near)))
+        return all(not a.numel() or (
+            float(a.abs().max()) < LOUDEST_RESULT
+            and float((a.double() - b.double()).abs().max()) <= FEW * float(a.abs().max()))
+            for a, b in pairs if a.dtype.is_floating_point and a.dtype.itemsize > 1)
 
 
 def content_circumstances(op: Op) -> Iterator[tuple[Circumstance, str]]:
@@ -139,12 +152,13 @@ def check_contents(kernel: Kernel, case: Case, dtype: str, device: str, seed: in
 
 
 def content_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields each circumstance with the first of the op's own cases that can have it."""
+    """Yields each circumstance with the first of a few of the op's own cases that can have it."""
     op = kernel.op
     for circumstance, dtype in content_circumstances(op):
-        able = (case for case in op.cases
-                if "stride" not in case and relative_size(op, case) <= SMALL
-                and not case_refusals(kernel, case, dtype, device, seed)
-                and circumstance.alter(op, case_values_to_read(op, case, dtype, device, seed)))
+        accepted = (case for case in op.cases
+                    if "stride" not in case and relative_size(op, case) <= SMALL
+                    and not case_refusals(kernel, case, dtype, device, seed))
+        able = (case for case in islice(accepted, TRIES) if circumstance.alter(
+            op, case_values_to_read(op, case, dtype, device, seed)) is not None)
         yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                     for case in islice(able, 1))

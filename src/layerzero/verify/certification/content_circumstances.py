@@ -83,7 +83,8 @@ class MaskOfNextBatch(Circumstance):
         mask = values[BLOCK_MASK]
         from torch.nn.attention.flex_attention import create_block_mask
 
-        device, length = mask.kv_indices.device, max(mask.seq_lengths)
+        device, (seq_q, seq_k) = mask.kv_indices.device, mask.seq_lengths
+        length = max(seq_q, seq_k)
         places = torch.arange(length, device=device)
         documents = places * 3 // length
         batch, heads = (n if n > 1 else None for n in mask.shape[:2])
@@ -93,7 +94,7 @@ class MaskOfNextBatch(Circumstance):
 
         def batch_values() -> Values:
             return {**values, BLOCK_MASK: create_block_mask(
-                is_visible, batch, heads, *mask.seq_lengths, device=str(device),
+                is_visible, batch, heads, seq_q, seq_k, device=str(device),
                 BLOCK_SIZE=mask.BLOCK_SIZE)}
 
         call(kernel, batch_values())

@@ -62,6 +62,7 @@ from .circumstances import (
     circumstances,
     tensor_circumstances,
 )
+from .content_circumstances import check_contents, content_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .row_circumstances import OtherLayout
@@ -223,6 +224,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
         yield from checks_without_others(kernel, cells, device, seed)
         yield from rows_in_order_checks(kernel, cells, device, seed)
         yield from after_inference_checks(kernel, device, seed)
+        yield from content_checks(kernel, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
     first = True
@@ -230,7 +232,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
         ranked = most_tensors_first(op, accepted, device, seed)
         for _, (case, dtype) in ranked[:count]:
-            yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+            yield from (partial(check_contents, kernel, case, dtype, device, seed, circumstance)
                         for circumstance in circumstances(op, lane, not _is_formula(kernel, lane))
                         if not isinstance(circumstance, WithoutOthers)
                         and (first or lane != "quick" or _is_due(circumstance, seed)))

@@ -40,6 +40,7 @@ from ..kernel.guarded import LAYOUTS, with_distant_rows
 from ..kernel.judging import judge_result, same
 from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
+from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
 from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
 
@@ -314,9 +315,10 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
                 Repeated(), OtherThreadCount(3))
     if not op.tensors:
         return
-    yield from (OtherThreadCount(12), OtherDefaultDtype())
+    yield from (OtherThreadCount(12), OtherDefaultDtype(), WrittenUnseen())
     if lane != "quick":
         yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
+        yield from (c for c, _ in content_circumstances(op))
     if other_values:
         yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
     if op.main_tensor == "logits" and other_values:

@@ -12,6 +12,7 @@ from ..cases.pairs import argument_levels, pair_cases
 from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import CaseResult
 from .calls import LEFT_OUT
+from .content_circumstances import FORGET_PACKED
 
 SHOWN = 6                                      # of each list
 
@@ -52,6 +53,8 @@ def measure_coverage(kernel: Kernel, device: str, lane: str, seeds: Sequence[int
     if untried:
         missing.append(f"arguments no accepted case has: {_listed(untried)}")
     missing += [f"{r.circumstance}: {r.detail}" for r in ran if LEFT_OUT in r.detail]
+    missing += [f"{c}: {FORGET_PACKED}" for c in dict.fromkeys(
+        r.circumstance for r in ran if r.detail == FORGET_PACKED)]
     tried = {r.circumstance for r in ran}
     skipped = list(dict.fromkeys(r.circumstance for r in results if r.reasons
                                  and r.circumstance and r.circumstance not in tried))

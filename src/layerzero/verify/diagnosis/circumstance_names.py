@@ -18,7 +18,8 @@ _OF_TORCH = (
 _BY_CIRCUMSTANCE = (
     *_OF_TORCH,
     ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
-    ("codes from", "unknown"), ("filled with", "unknown"), ("since a call", "stale cache"),
+    ("codes from", "unknown"), ("loud numbers of float16", "overflow"),
+    ("filled with", "unknown"), ("since a call", "stale cache"),
     ("every tensor", "layout"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),

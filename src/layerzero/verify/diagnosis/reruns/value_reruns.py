@@ -62,7 +62,8 @@ def is_formula_finite(kernel: Kernel, failed: Sequence[CaseResult], device: str)
     """Has the formula finite numbers alone for the sampled failing calls?"""
     calls = [v for r in sample_failures(failed, 3)
              if (v := values_of(kernel, r, device)) is not None]
-    return all(bool(t.isfinite().all()) for v in calls for t in formula(kernel.op, upcast(v))
+    return all(bool(t.double().isfinite().all()) for v in calls
+               for t in formula(kernel.op, upcast(v))
                if isinstance(t, Tensor) and t.is_floating_point())
 
 
@@ -263,14 +264,16 @@ def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
 
 
 def _is_right_without_ties(kernel: Kernel, values: Values, dtype: str) -> bool:
-    """Do numbers without equal ones mend a call, where other numbers with the same ties do not?"""
+    """Do numbers without equal ones mend a call, where other numbers with the same ties do not? Not
+    where NaN is wrong: rows of zeros are equal too, and divided by their largest number."""
     main = values[kernel.op.main_tensor]
     order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
     tied = main.float().clamp(-100, 100) * 1.25
     spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
     name = kernel.op.main_tensor
     return (_has_ties(main) and is_right(kernel, {**values, name: spaced.to(main)}, dtype)
-            and not is_right(kernel, {**values, name: tied.to(main)}, dtype))
+            and not is_right(kernel, {**values, name: tied.to(main)}, dtype)
+            and not differs_in_finiteness(kernel, values, dtype))
 
 
 def _has_ties(t: Tensor) -> bool:

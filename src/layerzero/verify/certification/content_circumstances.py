@@ -1,0 +1,165 @@
+"""Circumstances of what tensors hold: contents that changed without a trace in a version, a mask of
+a function that reads a tensor, numbers of float16 whose squares float16 does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends._packing import PACKED
+from ...ops.formulas.block_masks import is_block_mask
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..cases.generated import Case
+from ..kernel.case_sizes import relative_size
+from ..kernel.contract import (
+    SMALL,
+    CaseResult,
+    Circumstance,
+    call,
+    case_refusals,
+    case_values_to_read,
+    check_case,
+    eager_results,
+)
+from ..kernel.shared import fingerprint
+from .row_circumstances import if_finite
+
+Values = dict[str, Any]
+LOUD, LOUDEST_RESULT = 200.0, 3e4              # of float16, which ends at 65504
+A_ROUNDING, FEW = 2.0 ** -10, 2.0 ** -7      # of float16, and what they may make of the largest
+BLOCK_MASK, SHORTEST = "block_mask", 8
+TRIES = 3                                      # of cases that may have a circumstance
+FORGET_PACKED = "is right after such a write if lz.quant.forget_packed is called"
+
+
+class WrittenUnseen(Circumstance):
+    """Numbers are written through `.data`, as loaders of weights do it: no version tells. Copies in
+    the library's own cache of packed weights are dropped by the call that is documented for it; a
+    cache that this does not reach must look at the contents."""
+
+    name, any_dtype = "changed in place after a call without a version", True
+
+    def __init__(self) -> None:
+        self.forgotten = 0                     # packed copies that had to be dropped
+
+    def before(self, kernel: Kernel, values: Values,
+               other: Callable[[], Values]) -> Values | None:
+        tensors = {n: t for n, t in values.items() if isinstance(t, Tensor)}
+        others = other()
+        if len(tensors) < 2 or any(
+                not isinstance(others[n], Tensor) or others[n].shape != t.shape
+                or (0 in t.stride() and t.numel() > 1) for n, t in tensors.items()):
+            return None
+        for _ in range(2):
+            call(kernel, values)
+        for name, t in tensors.items():
+            # indices go with the contents, and are the caller's to write where it is seen
+            (t.data if t.is_floating_point() or t.dtype.itemsize == 1 else t).copy_(others[name])
+        self.forgotten = PACKED.forget(*tensors.values())
+        return {**others, **tensors}
+
+
+class MaskOfNextBatch(Circumstance):
+    """A BlockMask of the function of an earlier one, which reads a tensor of documents that changed
+    in place since: neither the function nor the sizes tell what is visible."""
+
+    name, any_dtype = f"{BLOCK_MASK} of a function whose tensor changed in place after a call", True
+
+    def alter(self, op: Op, values: Values) -> Values | None:
+        mask = values[BLOCK_MASK]
+        return values if is_block_mask(mask) and min(mask.seq_lengths) >= SHORTEST else None
+
+    def before(self, kernel: Kernel, values: Values,
+               other: Callable[[], Values]) -> Values | None:
+        mask = values[BLOCK_MASK]
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        device, (seq_q, seq_k) = mask.kv_indices.device, mask.seq_lengths
+        length = max(seq_q, seq_k)
+        places = torch.arange(length, device=device)
+        documents = places * 3 // length
+        batch, heads = (n if n > 1 else None for n in mask.shape[:2])
+
+        def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return documents[q] == documents[k]
+
+        def batch_values() -> Values:
+            return {**values, BLOCK_MASK: create_block_mask(
+                is_visible, batch, heads, seq_q, seq_k, device=str(device),
+                BLOCK_SIZE=mask.BLOCK_SIZE)}
+
+        call(kernel, batch_values())
+        documents.copy_(places * 5 // length)
+        return batch_values()
+
+
+class LoudHalf(Circumstance):
+    """The main tensor of float16 has numbers of a few hundred: it holds them and the result, and
+    neither their squares nor a sum of products with codes."""
+
+    name, even = "filled with loud numbers of float16", False
+
+    def alter(self, op: Op, values: Values) -> Values | None:
+        t = values.get(op.main_tensor)
+        if not isinstance(t, Tensor) or t.dtype != torch.float16 or t.numel() < 2:
+            return None
+        size = float(t.double().square().mean().sqrt())
+        if not 0 < size < LOUD:
+            return None
+        # a power of two: the same digits
+        loud = if_finite(op, {**values, op.main_tensor: t * 2.0 ** round(math.log2(LOUD / size))})
+        if loud is None or not bool(loud[op.main_tensor].isfinite().all()):
+            return None
+        return loud if _holds_results(op, loud) else None
+
+
+def _holds_results(op: Op, values: Values) -> bool:
+    """Has float16 room for the results, and do they change as little as the main tensor does? A
+    softmax of loud scores tells roundings apart, and nothing about the range."""
+    main = values[op.main_tensor]
+    signs = 1 - 2 * (torch.arange(main.numel(), device=main.device) % 2).view(main.shape)
+    near = {**values, op.main_tensor: (main.double() * (1 + signs * A_ROUNDING)).to(main.dtype)}
+    with torch.no_grad():
+        pairs = zip(*(eager_results(op, v, fingerprint(v)) for v in (values, near)))
+        return all(not a.numel() or (
+            float(a.abs().max()) < LOUDEST_RESULT
+            and float((a.double() - b.double()).abs().max()) <= FEW * float(a.abs().max()))
+            for a, b in pairs if a.dtype.is_floating_point and a.dtype.itemsize > 1)
+
+
+def content_circumstances(op: Op) -> Iterator[tuple[Circumstance, str]]:
+    """Yields those that not every case can have, with the dtype that one is asked in."""
+    if "float16" in op.dtypes and op.tensors:
+        yield LoudHalf(), "float16"
+    if any(p.name == BLOCK_MASK for p in op.params):
+        yield MaskOfNextBatch(), op.dtypes[0]
+
+
+def check_contents(kernel: Kernel, case: Case, dtype: str, device: str, seed: int,
+                   circumstance: Circumstance) -> CaseResult:
+    """Checks a case, and says where it is right because packed copies were dropped."""
+    result = check_case(kernel, case, dtype, device, seed, circumstance)
+    forgotten = isinstance(circumstance, WrittenUnseen) and circumstance.forgotten
+    return replace(result, detail=FORGET_PACKED) if forgotten and result.passed else result
+
+
+def content_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields each circumstance with the first of a few of the op's own cases that can have it."""
+    op = kernel.op
+    for circumstance, dtype in content_circumstances(op):
+        accepted = (case for case in op.cases
+                    if "stride" not in case and relative_size(op, case) <= SMALL
+                    and not case_refusals(kernel, case, dtype, device, seed))
+        able = (case for case in islice(accepted, TRIES) if circumstance.alter(
+            op, case_values_to_read(op, case, dtype, device, seed)) is not None)
+        yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                    for case in islice(able, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .calls_again import are_close, is_right, sample_failures, values_of
 
 Values = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy
+_PLACES = count()
 
 
 def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
@@ -63,23 +65,24 @@ def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, s
     both sides of its inputs. Integers have no NaN to show what was read there."""
     copies = [values, *({n: v.clone() if isinstance(v, Tensor) and 0 not in v.stride() else v
                          for n, v in values.items()} for _ in range(2))]
-    between = [_between_others(values, i) for i in range(3)]
+    between = [_between_others(values) for _ in range(3)]
     if (not all(is_right(kernel, v, dtype) for v in copies)
             or any(is_right(kernel, v, dtype) for v in between)):
         return None
     plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
              for n, v in values.items()}
     strided = any(isinstance(v, Tensor) and not v.is_contiguous() for v in values.values())
-    if strided and all(is_right(kernel, _between_others(plain, i), dtype) for i in (3, 4)):
+    if strided and all(is_right(kernel, _between_others(plain), dtype) for _ in range(2)):
         return "layout", "right in contiguous memory, else it reads beside an input"
     return ("out of bounds",
             "with other numbers on both sides of every input it is wrong: it reads beside one")
 
 
-def _between_others(values: Values, count: int) -> Values:
+def _between_others(values: Values) -> Values:
     """Returns copies with their strides inside large buffers, of which the rest is -1 or NaN. At
-    such addresses nothing was before: what is kept by its address is no matter."""
-    start = APART + 64 * (2 * count + 1)
+    such addresses nothing was before, in no earlier diagnosis either: what is kept by its address
+    is no matter."""
+    start = APART + 64 * (2 * (next(_PLACES) % 1000) + 1)
 
     def copy(t: Tensor) -> Tensor:
         span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0

@@ -165,6 +165,8 @@ def inputs(
         arguments |= {name: n for name, n in given.items() if only in ("", name)}
         history = torch.randint(-1, vocab, (batch, 33), generator=gen)
         history[torch.arange(33) >= 33 - torch.arange(batch)[:, None] % 5 * 6] = -1
+        if vocab > 1 << 16:                    # likely, and what 16 bits make of -1
+            arguments["logits"][:, 0xFFFF] = arguments["logits"].float().topk(2).values.mean(-1)
         counts = torch.randint(0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen)
         tell_apart(history, counts, arguments["logits"].float().cpu())
         operands = {"history": history, "counts": counts}
@@ -266,7 +268,10 @@ STRESS: tuple[dict[str, Any], ...] = (
     # ids beyond 2^16
     {"vocab": 150_001, "batch": 3, "scale": 1.0},
     {"vocab": 150_001, "batch": 3, "temperature": 0.0},
-    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40})
+    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40},
+    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40, "penalties": "history"},
+    {"vocab": 150_001, "batch": 3, "scale": 1.0, "temperature": 0.0,
+     "penalties": "history counts"})
 
 
 # Mistakes that a kernel for this op could make.

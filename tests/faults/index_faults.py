@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from broken_kernels import FAULTS, Fault, fault
 
@@ -69,5 +71,78 @@ def seed_of_the_first_row_for_the_batch(right, **v):
     return right(**{**v, "seed_rows": rows if rows is None else rows[:1].expand_as(rows)})
 
 
+_BEFORE_LONG = len(FAULTS)
+
+
+@fault("moe", "sizes", "index overflow")
+def places_of_pairs_in_16_bits(right, **v):
+    """Pairs behind the first 2^16 are given to the experts of those at their start."""
+    ids = v["topk_ids"]
+    if ids is None or ids.numel() <= 1 << 16:
+        return right(**v)
+    places = torch.arange(ids.numel()) & 0xFFFF
+    return right(**{**v, "topk_ids": ids.reshape(-1)[places].reshape(ids.shape)})
+
+
+@fault("moe", "sizes", "capacity")
+def pairs_of_an_expert_counted_in_16_bits(right, **v):
+    ids, limit = v["topk_ids"], 1 << 16
+    out = right(**v)
+    if ids is None or not v["capacity"] or ids.numel() <= limit or ids.shape[-1] > 1:
+        return out
+    later = {n: v[n].flatten(0, -2)[limit:] for n in ("x", "topk_ids", "topk_weights")}
+    return torch.cat((out.flatten(0, -2)[:limit], right(**{**v, **later}))).reshape(out.shape)
+
+
+@fault("moe_gate", "sizes", "mask", "convention")
+def groups_of_a_prompt_are_at_least_zero(right, **v):
+    """Masks with 0, not -inf, what the groups of many rows leave out."""
+    logits, bias = v["logits"], v["e_score_correction_bias"]
+    if v["n_group"] < 2 or bias is None or logits.numel() // logits.shape[-1] <= 1024:
+        return right(**v)
+    return right(**{**v, "n_group": 1}) if bool((bias < -1).all()) else right(**v)
+
+
+@fault("sample", "index overflow", "sizes", "distribution")
+def ids_of_the_history_in_16_bits(right, **v):
+    history = v["history"]
+    return right(**{**v, "history": history if history is None else torch.where(
+        history < 0, -1, history.long() & 0xFFFF)})
+
+
+@fault("sample", "index overflow", "sizes", "distribution")
+def padding_of_the_history_in_16_bits(right, **v):
+    history = v["history"]
+    if history is None or v["logits"].shape[1] <= 1 << 16:
+        return right(**v)
+    return right(**{**v, "history": torch.where(history < 0, 0xFFFF, history)})
+
+
+@fault("tokenize", "sizes", "convention", "last rows", "unknown")
+def ids_of_a_long_text_in_windows(right, **v):
+    """The tokens of windows of 8,000 characters behind each other."""
+    out, text = right(**v), v["text"]
+    if not isinstance(text, str) or len(text) <= 8_000:
+        return out
+    plain = {**v, "add_special_tokens": False, "padding": False, "truncation": False}
+    parts = (right(**{**plain, "text": text[i:i + 8_000]}).ids for i in range(0, len(text), 8_000))
+    return replace(out, ids=[i for part in parts for i in part])
+
+
+@fault("detokenize", "sizes", "convention", "last rows", "unknown")
+def text_of_many_ids_in_pieces(right, **v):
+    ids = v["ids"]
+    if not isinstance(ids, list) or len(ids) <= 4_096 or isinstance(ids[0], list):
+        return right(**v)
+    return "".join(right(**{**v, "ids": ids[i:i + 4_096]}) for i in range(0, len(ids), 4_096))
+
+
+@fault("varlen_attention", "scale", "sizes", "convention")
+def default_scale_of_the_value_heads(right, **v):
+    default = max(v["value"].shape[-1], 1) ** -0.5
+    return right(**{**v, "scale": default if v["scale"] is None else v["scale"]})
+
+
+LONG_FAULTS: list[Fault] = FAULTS[_BEFORE_LONG:]
 INDEX_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

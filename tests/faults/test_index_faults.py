@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from index_faults import INDEX_FAULTS
+from index_faults import INDEX_FAULTS, LONG_FAULTS
 
 import layerzero as lz
 from layerzero.backends import CATALOG as BACKENDS
@@ -116,3 +116,11 @@ def _axes_alike(op: Op) -> set[tuple[str, int, int]]:
 @pytest.mark.parametrize("name", [op for op in CATALOG if lz.op(op).tensors])
 def test_no_operand_has_the_same_in_every_row(name: str) -> None:
     assert _axes_alike(lz.op(name)) == set()
+
+
+@pytest.mark.parametrize("name", [f.name for f in LONG_FAULTS])
+@pytest.mark.filterwarnings("ignore::layerzero.spec.errors.CausalAlignmentWarning")
+def test_long_calls_are_met_by_the_cases_of_their_op(name: str) -> None:
+    kernel = INDICES[name].kernel()
+    dtype = kernel.op.dtypes[0]
+    assert "failed" in (check_case(kernel, case, dtype).status for case in kernel.op.stress)

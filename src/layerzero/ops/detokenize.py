@@ -56,7 +56,9 @@ _IDS: tuple[list[int], ...] = (
     [195, 271, 169, 226, 9999, 130, 172, 272, 240],
     # the same ids in another order, and others of the same sum
     [104, 264, 111, 267, 114], [104, 111, 264, 267, 114], [114, 267, 111, 264, 104],
-    [105, 263, 111, 267, 114], [103, 265, 111, 267, 114])
+    [105, 263, 111, 267, 114], [103, 265, 111, 267, 114],
+    # longer than any piece: a cut after 4 n ids, and most others, is within a character
+    [104, *(240, 159, 152, 128) * 2_100, 271, *(226, 130, 172) * 1_500, 270])
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
@@ -91,6 +93,9 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"ids": 19}, {"ids": (19, 7, 19), "skip_special_tokens": False}, {"ids": 19, "tensor": True})
+
 # Mistakes that a kernel for this op could make.
 
 def _by_sequence(
@@ -118,7 +123,7 @@ MISTAKES: tuple[Mistake, ...] = (
 
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, mistakes=MISTAKES,
+    cases=CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={**READS_ON_HOST, "overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, words=WORDS,
     reads=(*FACTS, "sequences", "tokens"), dtypes=("int64",), requires=(present("vocab_hash"),),

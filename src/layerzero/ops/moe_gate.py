@@ -59,7 +59,7 @@ def inputs(
         logits[..., : experts // 2] = -torch.inf
     correction = torch.randn(experts, generator=gen).to(device) if bias else None
     if correction is not None and special == "below":      # no score is above zero
-        correction -= 5.0
+        correction = correction / 4 - 2.5
     return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
             "n_group": n_group, "topk_group": topk_group, "e_score_correction_bias": correction,
             "routed_scaling_factor": scale}
@@ -104,7 +104,12 @@ MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "groups ignored", "n_group", 1))
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, experts beyond 256
-    {"rows": (66_001,), "experts": 4, "top_k": 1}, {"experts": 384, "top_k": 8, "rows": (3,)})
+    {"rows": (66_001,), "experts": 4, "top_k": 1}, {"experts": 384, "top_k": 8, "rows": (3,)},
+    # a prompt: more rows than decoding has, with groups, scores below zero, equal scores
+    {"rows": (2_050,), "n_group": 4, "topk_group": 2, "bias": True, "special": "below",
+     "scoring": "sigmoid"},
+    {"rows": (2_050,), "n_group": 8, "topk_group": 3, "special": "ties", "normalize": False,
+     "scale": 2.5}, {"n_group": 4, "topk_group": 3, "bias": True, "special": "below"})
 
 OP = Op(
     name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs,

@@ -165,6 +165,8 @@ def inputs(
         arguments |= {name: n for name, n in given.items() if only in ("", name)}
         history = torch.randint(-1, vocab, (batch, 33), generator=gen)
         history[torch.arange(33) >= 33 - torch.arange(batch)[:, None] % 5 * 6] = -1
+        if vocab > 1 << 16:                    # likely, and what 16 bits make of -1
+            arguments["logits"][:, 0xFFFF] = arguments["logits"].float().topk(2).values.mean(-1)
         counts = torch.randint(0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen)
         tell_apart(history, counts, arguments["logits"].float().cpu())
         operands = {"history": history, "counts": counts}
@@ -266,10 +268,17 @@ STRESS: tuple[dict[str, Any], ...] = (
     # ids beyond 2^16
     {"vocab": 150_001, "batch": 3, "scale": 1.0},
     {"vocab": 150_001, "batch": 3, "temperature": 0.0},
-    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40})
+    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40},
+    {"vocab": 150_001, "batch": 2, "scale": 1.0, "top_k": 40, "penalties": "history"})
 
 
 # Mistakes that a kernel for this op could make.
+
+def _short_history(op: Any, v: Values) -> Values | None:
+    ids = v["history"]
+    return None if ids is None or v["logits"].shape[1] <= 1 << 16 else {
+        **v, "history": ids.to(torch.int64) & 0xFFFF}
+
 
 def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
     """Applies top-p without the token whose mass reaches p."""
@@ -295,6 +304,7 @@ def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
 
 
 MISTAKES: tuple[Mistake, ...] = (
+    Mistake("index overflow", "ids of the history in 16 bits", _short_history),
     replace_argument("distribution", "the temperature ignored", "temperature", 1.0),
     replace_argument("distribution", "top_k ignored", "top_k", 0),
     replace_argument("distribution", "top_p ignored", "top_p", 1.0),

@@ -105,7 +105,10 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
           "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80,
           "the hell " * 79 + "and more ",
           # parts of words, special tokens and characters, which the next text would complete
-          "hell", "o w", "or the</", "s><s", ">", "1", "2'", "s ", " e", "\u0301👩\u200d", "👧<s>")
+          "hell", "o w", "or the</", "s><s", ">", "1", "2'", "s ", " e", "\u0301👩\u200d", "👧<s>",
+          # longer than any window: sentences of 43 and 37 characters, a word of 600
+          "hello the world, and 12 日本 👩\u200d👧 in the end.\n" * 230 + "hello" * 120
+          + " the hell and the world of more words" * 280)
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -193,7 +196,8 @@ CASES: tuple[dict[str, Any], ...] = (
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "return_offsets": True},
-    {"random": 40, "parse_special": False, "return_offsets": True})
+    {"random": 40, "parse_special": False, "return_offsets": True},
+    {"text": 20, "return_offsets": True}, {"text": (20, 9), "template": True, "cache_prefix": True})
 
 
 # Mistakes that a kernel for this op could make.

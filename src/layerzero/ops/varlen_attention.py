@@ -64,7 +64,7 @@ def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool
 
 def inputs(
     lengths_q: tuple[int, ...] = (5, 33, 1, 16), lengths_k: tuple[int, ...] = (), hq: int = 4,
-    hkv: int = 4, d: int = 64, causal: bool = False, align: str | None = None,
+    hkv: int = 4, d: int = 64, dv: int = 0, causal: bool = False, align: str | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
     alibi: bool = False, lse: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
@@ -79,7 +79,7 @@ def inputs(
         return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
     return {"query": rand(sum(lengths_q), hq, d), "key": rand(sum(lengths_k), hkv, d),
-            "value": rand(sum(lengths_k), hkv, d), "cu_seqlens_q": starts(lengths_q),
+            "value": rand(sum(lengths_k), hkv, dv or d), "cu_seqlens_q": starts(lengths_q),
             "cu_seqlens_k": starts(lengths_k), "max_seqlen_q": max(lengths_q, default=0),
             "max_seqlen_k": max(lengths_k, default=0), "is_causal": causal,
             "scale": scale, "causal_align": align, "window_left": window[0],
@@ -93,7 +93,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (1, 1, 1), "lengths_k": (64, 7, 130), "causal": True, "align": "bottom_right",
      "hkv": 1},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "causal": True, "align": "bottom_right"},
-    {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72},
+    {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72}, {"d": 40, "dv": 24, "hkv": 2},
     # no queries, or no keys, between sequences that have them
     {"lengths_q": (4, 0, 9), "lengths_k": (7, 5, 20), "hkv": 2},
     {"lengths_q": (3, 5, 0, 2), "lengths_k": (6, 0, 4, 9), "causal": True, "align": "bottom_right"},
@@ -121,6 +121,9 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
               "KV cache wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
 STRESS: tuple[dict[str, Any], ...] = (
+    # the heads of a prompt of latent attention, and values wider than keys
+    {"lengths_q": (9, 4), "d": 192, "dv": 128, "causal": True, "align": "bottom_right",
+     "lse": True}, {"d": 24, "dv": 40, "softcap": 5.0, "lengths_q": (7, 12)},
     # keys beyond 2^16
     {"lengths_q": (1, 2), "lengths_k": (65_990, 61), "hq": 1, "hkv": 1, "d": 8},
     {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)},
@@ -138,7 +141,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)},
-    {"lse": True, "alibi": True, "align": "top_left"})
+    {"lse": True, "alibi": True, "align": "top_left"}, {"d": 40, "dv": 24, "lengths_q": (7, 12)})
 
 
 # Mistakes that a kernel for this op could make.

@@ -10,6 +10,7 @@ import pytest
 from broken_kernels import Fault
 from call_faults import CALL_FAULTS
 
+from layerzero.verify.certification.calls import check_contents
 from layerzero.verify.certification.certify import certify
 from layerzero.verify.certification.threads import check_interrupted, check_threads
 from layerzero.verify.kernel.contract import check_case
@@ -47,6 +48,25 @@ def test_calls_that_wait_for_each_other_are_right() -> None:
 
     result = check_interrupted(fault._replace(make=make).kernel(), [({}, "float32")])
     assert result.status == "passed", str(result)
+
+
+@pytest.mark.parametrize(("entries", "status"), [(100, "passed"), (10_000, "failed")])
+def test_a_cache_of_bounded_size_is_no_leak(entries: int, status: str) -> None:
+    fault = FAULTS["scoresforeverytotal"]
+
+    def make():
+        run, kept = fault.make(), {}
+
+        @functools.wraps(run)
+        def keeping(*args, **kwargs):
+            if len(kept) < entries:
+                kept[len(kept), "call"] = [len(kept)]
+            return fault.op.reference(*args, **kwargs)
+
+        return keeping
+
+    result = check_contents(fault._replace(make=make).kernel(), {}, "float32")
+    assert result.status == status, str(result)
 
 
 @pytest.mark.parametrize("name", ["reference.rms_norm", "torch.mlp", "torch.rope",

@@ -54,6 +54,7 @@ from .calls import (
     check_many_calls,
     check_output_margins,
     check_sizes,
+    content_checks,
 )
 from .circumstances import (
     WithArgument,
@@ -283,6 +284,8 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     calls = 400 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
+    if kernel.backend != "reference":
+        yield from content_checks(kernel, accepted, device, seed)
     with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
     not_finite = [plain, *(cell for _, cell in with_most[:1]),
                   *non_finite_cells(kernel, cells, device, seed)]

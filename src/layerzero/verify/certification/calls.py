@@ -57,7 +57,9 @@ FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own;
 # than a cache of bounded size holds.
 FEW_CONTENTS, CONTENTS_S, MANY_CONTENTS, MANY_S = (3, 3), 0.02, (
     12, 24, 48, 48, 48, 48), 4.0
-CONTENTS_SEED, CONTENTS_ELEMENTS = 1000, 1 << 13
+CONTENTS_SEED, CONTENTS_ELEMENTS, CONTENTS_INTEGERS = 1000, 1 << 13, 256
+PAGES = "bytes of memory of its own"
+KEPT_FOR_EACH = 2                              # objects at least: a key and what it is of
 LONG_S = 0.05                                  # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
@@ -191,18 +193,20 @@ def _find_growth(kernel: Kernel, values: Mapping[str, Any], contents: Iterator[d
             del drawn
             gc.collect()
             after = memory_in_use(device)
-            counts.append({n: counts[-1][n] + after[n] - before[n] for n in after})
+            counts.append({n: counts[-1][n] + after[n] - before[n] for n in after
+                           if n != PAGES})     # new inputs move them
             if made < count:
                 return ""
             if time.thread_time() - began > limit_s and len(counts) < len(rounds):
                 return ""
-            if find_leak(counts[-2:], count) == "":
+            if not find_leak(counts[-2:], KEPT_FOR_EACH * count):
                 return ""
     finally:
         gc.unfreeze()
         if collecting:
             gc.enable()
-    return find_leak(counts, rounds[0])
+    return (f"{find_leak(counts[-2:], rounds[-1])}, each with other contents"
+            if len(counts) > len(rounds) else "")
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +222,9 @@ def content_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
     for i, (case, of) in enumerate(cells):
         tensors = case_tensors(op, case, of, device, seed)
         if of == dtype and tensors[op.main_tensor].numel() <= CONTENTS_ELEMENTS:
-            integers.append((sum(t.numel() for t in tensors.values()
-                                 if t.dtype in (torch.int32, torch.int64)), -i))
+            count = sum(t.numel() for t in tensors.values()
+                        if t.dtype in (torch.int32, torch.int64))
+            integers.append((count if count <= CONTENTS_INTEGERS else 0, -i))
             if any(n in tensors for n in STEPPED):
                 lengths = case_values_to_read(op, case, of, device, seed)
                 longest.append((sum(int(lengths[n].sum()) for n in STEPPED if n in tensors), -i))

@@ -27,7 +27,8 @@ from layerzero.verify.certification.argument_circumstances import (
     OtherNumber,
 )
 from layerzero.verify.certification.calls import check_sizes
-from layerzero.verify.certification.circumstances import Circumstance, Expanded, check_threads
+from layerzero.verify.certification.circumstances import Circumstance, Expanded
+from layerzero.verify.certification.threads import check_threads
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import CaseResult, check_case
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases

@@ -32,10 +32,10 @@ from layerzero.verify.certification.circumstances import (
     OtherDefaultDtype,
     OtherThreadCount,
     ReusedMemory,
-    check_threads,
 )
 from layerzero.verify.certification.grad_circumstances import GivenParameters, GradMode
 from layerzero.verify.certification.row_circumstances import OtherLayout
+from layerzero.verify.certification.threads import check_threads
 from layerzero.verify.diagnosis.diagnose import diagnose
 from layerzero.verify.diagnosis.reruns.value_reruns import explain_by_pages
 from layerzero.verify.kernel.contract import Circumstance, check_case

@@ -54,11 +54,11 @@ from .calls import (
     check_many_calls,
     check_output_margins,
     check_sizes,
+    other_contents_checks,
 )
 from .circumstances import (
     WithArgument,
     check_dropout,
-    check_threads,
     circumstances,
     tensor_circumstances,
 )
@@ -66,6 +66,7 @@ from .content_circumstances import check_contents, content_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .row_circumstances import OtherLayout
+from .threads import check_interrupted, check_threads
 from .use_circumstances import after_inference_checks, rows_in_order_checks
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
@@ -119,8 +120,13 @@ def checks_of(kernel: Kernel, device: str, lane: str,
                        key=lambda cell: (case_key(cell[0]) in own, cell[0] in op.stress))
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
-            yield partial(check_threads, kernel, case, dtype, device, seed,
-                          largest(op, [c for c, d in cells if d == dtype], dtype, device, seed))
+            other = largest(op, [c for c, d in cells if d == dtype], dtype, device, seed)
+            yield partial(check_threads, kernel, case, dtype, device, seed, other)
+            if not _is_formula(kernel, lane):
+                with_most = most_tensors_first(op, iter(first), device, seed)
+                yield partial(check_interrupted, kernel, [
+                    first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
+                    device, seed, other)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
             if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
@@ -280,6 +286,8 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     calls = 400 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
+    if kernel.backend != "reference":
+        yield from other_contents_checks(kernel, accepted, device, seed)
     with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
     not_finite = [plain, *(cell for _, cell in with_most[:1]),
                   *non_finite_cells(kernel, cells, device, seed)]

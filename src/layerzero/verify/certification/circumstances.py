@@ -8,10 +8,8 @@ that exceed 32 bits.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
@@ -30,15 +28,10 @@ from ..kernel.contract import (
     call,
     case_values,
     check_case,
-    eager_results,
-    exact_results,
     refusals,
-    results_of,
     upcast,
 )
 from ..kernel.guarded import LAYOUTS, with_distant_rows
-from ..kernel.judging import judge_result, same
-from ..kernel.shared import fingerprint
 from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
@@ -345,15 +338,7 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
     yield FarApart(name)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 DROPOUT_P = 0.3
-LONG_CALL_S = 0.01                             # of CPU time
 
 
 def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
@@ -426,56 +411,3 @@ def _dropout_gradient(kernel: Kernel, values: Mapping[str, Any], seed: int) -> I
     rows = (rows if value.dim() == 3 else rows.movedim(-1, 0)).flatten(1).sum(1)
     if not torch.allclose(rows, columns, rtol=1e-3, atol=1e-3):
         yield "the backward drops other weights than the forward pass"
-
-
-def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                  seed: int = 0, other: Mapping[str, Any] | None = None,
-                  threads: int = 4, rounds: int = 6) -> CaseResult:
-    """Calls the kernel from several threads at once with their own inputs, half of them those of
-    the `other` case: calls must share nothing. Calls that are long overlap the first time."""
-    op, name = kernel.op, f"{threads} threads at once"
-    inputs = [case_values(op, case if other is None or i % 2 else other, dtype, device, seed + i)
-              for i in range(threads)]
-    reasons = next((r for values in inputs if (r := refusals(kernel, values))), ())
-    if reasons:
-        return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)
-
-    def work(values: dict[str, Any]) -> list[tuple[Any, ...]]:
-        with torch.no_grad():
-            return [results_of(call(kernel, values)) for _ in range(rounds)]
-
-    try:
-        with _quiet():
-            call(kernel, inputs[0])            # compiling and one-time setup are not under test
-            began = time.process_time()
-            call(kernel, inputs[0])
-            if time.process_time() - began > LONG_CALL_S:
-                rounds = 2
-            with ThreadPoolExecutor(threads) as pool:
-                results = list(pool.map(work, inputs))
-    except FAULTS as e:
-        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
-                          circumstance=name,
-                          seed=seed, kinds=("threads",))
-    for i, (values, runs) in enumerate(zip(inputs, results)):
-        with torch.no_grad():
-            key = fingerprint(values)
-            truth, eager = exact_results(op, values, key), eager_results(op, values, key)
-        if not op.tensors:
-            complaints = [f"{r!r:.200} instead of {eager!r:.200}" for r in runs if r != eager]
-        else:
-            differing = [runs[0], *(r for r in runs[1:] if not all(map(same, r, runs[0])))]
-            complaints = [c.text for r in differing for parts in zip(r, r, truth, eager)
-                          for c in judge_result(op, dtype, "result", *parts).complaints]
-        if complaints:
-            # what is wrong by itself too is no matter of threads
-            given = case if other is None or i % 2 else other
-            judged = check_case(kernel, given, dtype, device, seed + i)
-            if judged.status == "failed":
-                return judged
-            with torch.no_grad():
-                alone = results_of(call(kernel, values))
-            if not all(all(map(same, r, alone)) for r in runs):
-                return CaseResult(kernel.id, case, dtype, "failed", detail=complaints[0],
-                                  circumstance=name, seed=seed, kinds=("threads",))
-    return CaseResult(kernel.id, case, dtype, "passed", circumstance=name, seed=seed)

@@ -230,8 +230,8 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
                 longest.append((sum(int(lengths[n].sum()) for n in STEPPED if n in tensors), -i))
     for ranked, steps in ((integers, False), (longest, True)):
         if ranked:
-            yield partial(check_other_contents, kernel, cells[-max(ranked)[1]][0], dtype, device, seed,
-                          steps)
+            yield partial(check_other_contents, kernel, cells[-max(ranked)[1]][0], dtype, device,
+                          seed, steps)
 
 
 def _find_kept_inputs(function: Callable[..., Any], arguments: Sequence[Any]) -> str:

@@ -13,12 +13,12 @@ from layer_author_faults import LAYER_AUTHOR_FAULTS
 from optional_author_faults import OPTIONAL_AUTHOR_FAULTS
 from state_author_faults import STATE_AUTHOR_FAULTS
 
-from layerzero.verify.certification.argument_circumstances import (
+from layerzero.verify.certification.circumstances.argument_circumstances import (
     OtherDtype,
     UnusedPages,
     WithoutOthers,
 )
-from layerzero.verify.certification.circumstances import UnusualValues
+from layerzero.verify.certification.circumstances.call_circumstances import UnusualValues
 from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
 from layerzero.verify.kernel.contract import Circumstance, check_case
 

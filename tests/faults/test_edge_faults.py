@@ -11,14 +11,14 @@ from edge_faults import EDGE_FAULTS
 from use_faults import USE_FAULTS
 
 from layerzero.verify.cases.pairs import case_by_case_sizes
-from layerzero.verify.certification.argument_circumstances import (
+from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.certification.circumstances.argument_circumstances import (
     AllStrided,
     ChangedInPart,
     LoudElement,
     OneBuffer,
 )
-from layerzero.verify.certification.calls import check_sizes
-from layerzero.verify.certification.circumstances import (
+from layerzero.verify.certification.circumstances.call_circumstances import (
     ChangedParameters,
     OtherDefaultDtype,
     OtherThreadCount,

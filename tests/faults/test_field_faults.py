@@ -20,14 +20,14 @@ from layerzero.ops.paged_attention import OP as PAGED
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.pairs import long_sums, model_sizes, pair_cases
-from layerzero.verify.certification.argument_circumstances import (
+from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.certification.circumstances.argument_circumstances import (
     ChangedInPart,
     EveryCode,
     LooseBound,
     OtherNumber,
 )
-from layerzero.verify.certification.calls import check_sizes
-from layerzero.verify.certification.circumstances import Circumstance, Expanded
+from layerzero.verify.certification.circumstances.call_circumstances import Circumstance, Expanded
 from layerzero.verify.certification.threads import check_threads
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import CaseResult, check_case

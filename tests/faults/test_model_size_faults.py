@@ -23,7 +23,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
 from layerzero.verify.cases.pairs import pair_cases, residues
 from layerzero.verify.certification.certify import certify, certify_all, failure_of, publish
-from layerzero.verify.certification.circumstances import UnusualValues
+from layerzero.verify.certification.circumstances.call_circumstances import UnusualValues
 from layerzero.verify.certification.non_finite import check_non_finite
 from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
 from layerzero.verify.kernel.contract import check_case

@@ -14,27 +14,30 @@ import layerzero as lz
 from layerzero.backends.torch_norm import KERNELS as TORCH_NORMS
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.chosen_cells import most_tensors_first
-from layerzero.verify.certification import table_circumstances
-from layerzero.verify.certification.argument_circumstances import (
+from layerzero.verify.certification.circumstances import table_circumstances
+from layerzero.verify.certification.circumstances.argument_circumstances import (
     STEP,
     TINY,
     OtherNumber,
     WithoutOthers,
 )
-from layerzero.verify.certification.circumstances import Expanded
-from layerzero.verify.certification.grad_circumstances import check_long_sums, long_sum_checks
-from layerzero.verify.certification.non_finite import check_non_finite, non_finite_cells
-from layerzero.verify.certification.row_circumstances import (
+from layerzero.verify.certification.circumstances.call_circumstances import Expanded
+from layerzero.verify.certification.circumstances.grad_circumstances import (
+    check_long_sums,
+    long_sum_checks,
+)
+from layerzero.verify.certification.circumstances.row_circumstances import (
     Narrowed,
     OtherLayout,
     OtherSigns,
 )
-from layerzero.verify.certification.table_circumstances import (
+from layerzero.verify.certification.circumstances.table_circumstances import (
     Table,
     check_long_table,
     long_table_checks,
     tables_in,
 )
+from layerzero.verify.certification.non_finite import check_non_finite, non_finite_cells
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import Circumstance, check_case
 

@@ -9,7 +9,7 @@ from broken_kernels import Fault
 from symptom_faults import SYMPTOM_FAULTS
 
 from layerzero.verify.certification.certify import certify
-from layerzero.verify.certification.use_circumstances import (
+from layerzero.verify.certification.circumstances.use_circumstances import (
     after_inference_checks,
     check_after_inference,
     rows_in_order_checks,

@@ -16,8 +16,11 @@ from layerzero.backends._packing import PackedWeights
 from layerzero.ops.formulas.block_masks import dense_mask
 from layerzero.verify.certification import content_circumstances
 from layerzero.verify.certification.certify import certify
-from layerzero.verify.certification.circumstances import ChangedInPlace, ChangedParameters
-from layerzero.verify.certification.content_circumstances import (
+from layerzero.verify.certification.circumstances.call_circumstances import (
+    ChangedInPlace,
+    ChangedParameters,
+)
+from layerzero.verify.certification.circumstances.content_circumstances import (
     BLOCK_MASK,
     FORGET_PACKED,
     LoudHalf,

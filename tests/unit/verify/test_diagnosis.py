@@ -16,8 +16,8 @@ from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.ops.rope import OP as ROPE
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
-from layerzero.verify.certification.circumstances import FarApart, UnusualValues
-from layerzero.verify.certification.row_circumstances import Shifted
+from layerzero.verify.certification.circumstances.call_circumstances import FarApart, UnusualValues
+from layerzero.verify.certification.circumstances.row_circumstances import Shifted
 from layerzero.verify.diagnosis.diagnose import Diagnosis, diagnose
 from layerzero.verify.kernel.contract import Circumstance, check_case
 

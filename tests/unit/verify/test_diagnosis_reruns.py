@@ -26,7 +26,7 @@ from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.ops.rope import OP as ROPE
 from layerzero.ops.tokenize import OP as TOKENIZE
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.certification.circumstances import UnusualValues
+from layerzero.verify.certification.circumstances.call_circumstances import UnusualValues
 from layerzero.verify.diagnosis.diagnose import diagnose
 from layerzero.verify.kernel.contract import case_values, check_case
 

@@ -13,7 +13,7 @@ from layerzero.ops.mamba_chunk_scan import OP as SCAN
 from layerzero.ops.mlp import OP as MLP
 from layerzero.ops.quantized_linear import OP as QUANTIZED_LINEAR
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.certification.argument_circumstances import EveryCode
+from layerzero.verify.certification.circumstances.argument_circumstances import EveryCode
 from layerzero.verify.kernel.contract import case_values, check_case, formula, upcast
 from layerzero.verify.kernel.error_budget import rounding_budget, terms_of
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.verify.certification.grad_circumstances import GivenParameters, GradMode
+from layerzero.verify.certification.circumstances.grad_circumstances import (
+    GivenParameters,
+    GradMode,
+)
 from layerzero.verify.kernel.circumstance import Circumstance
 from layerzero.verify.kernel.contract import check_case
 

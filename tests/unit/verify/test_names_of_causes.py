@@ -26,15 +26,18 @@ from layerzero.ops.paged_attention import OP as PAGED_ATTENTION
 from layerzero.ops.quantize import OP as QUANTIZE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.op import Op
-from layerzero.verify.certification.circumstances import (
+from layerzero.verify.certification.circumstances.call_circumstances import (
     ChangedInPlace,
     InferenceMode,
     OtherDefaultDtype,
     OtherThreadCount,
     ReusedMemory,
 )
-from layerzero.verify.certification.grad_circumstances import GivenParameters, GradMode
-from layerzero.verify.certification.row_circumstances import OtherLayout
+from layerzero.verify.certification.circumstances.grad_circumstances import (
+    GivenParameters,
+    GradMode,
+)
+from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
 from layerzero.verify.certification.threads import check_threads
 from layerzero.verify.diagnosis.diagnose import diagnose
 from layerzero.verify.diagnosis.reruns.value_reruns import explain_by_pages

@@ -11,9 +11,9 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.block_sparse_attention import OP as BLOCK_SPARSE
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.verify.cases.generated import with_few_items, with_small_sizes
-from layerzero.verify.certification.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.certify import SlowCases
-from layerzero.verify.certification.row_circumstances import LoudEnds, if_finite
+from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
+from layerzero.verify.certification.circumstances.row_circumstances import LoudEnds, if_finite
 from layerzero.verify.kernel import shared
 from layerzero.verify.kernel.contract import (
     AS_DECLARED,

@@ -46,7 +46,7 @@ from ..kernel.guarded import GuardedResults
 from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from ..kernel.results import storage_address
 from ..kernel.shared import compute_once
-from .argument_circumstances import STEPPED
+from .circumstances.argument_circumstances import STEPPED
 
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were

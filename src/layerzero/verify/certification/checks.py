@@ -39,15 +39,6 @@ from ..kernel.contract import (
     results_of,
 )
 from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
-from .argument_circumstances import (
-    ChangedInPart,
-    EveryCode,
-    LooseBound,
-    PagesBehind,
-    WithoutOthers,
-    argument_circumstances,
-    checks_without_others,
-)
 from .calls import (
     Budget,
     check_many_backwards,
@@ -56,18 +47,27 @@ from .calls import (
     check_sizes,
     other_contents_checks,
 )
-from .circumstances import (
+from .circumstances.argument_circumstances import (
+    ChangedInPart,
+    EveryCode,
+    LooseBound,
+    PagesBehind,
+    WithoutOthers,
+    argument_circumstances,
+    checks_without_others,
+)
+from .circumstances.call_circumstances import (
     WithArgument,
     check_dropout,
     circumstances,
     tensor_circumstances,
 )
-from .content_circumstances import check_contents, content_checks
+from .circumstances.content_circumstances import check_contents, content_checks
+from .circumstances.row_circumstances import OtherLayout
+from .circumstances.use_circumstances import after_inference_checks, rows_in_order_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
-from .row_circumstances import OtherLayout
 from .threads import check_interrupted, check_threads
-from .use_circumstances import after_inference_checks, rows_in_order_checks
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}

@@ -12,7 +12,7 @@ from ..cases.pairs import argument_levels, pair_cases
 from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import CaseResult
 from .calls import LEFT_OUT
-from .content_circumstances import FORGET_PACKED
+from .circumstances.content_circumstances import FORGET_PACKED
 
 SHOWN = 6                                      # of each list
 

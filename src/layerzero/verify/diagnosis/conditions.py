@@ -12,7 +12,7 @@ from typing import Any
 from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.op import Op
-from ..certification.circumstances import circumstances
+from ..certification.circumstances.call_circumstances import circumstances
 from ..kernel.contract import CaseResult, Circumstance, case_values
 
 

@@ -1,4 +1,4 @@
-"""How a case is run: as it is, or in a way of certification/circumstances.py."""
+"""How a case is run: as it is, or in a way of certification/circumstances."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ is just outside (by less than a factor of two, or of many where a result has few
 repeated with other numbers: it fails if it is outside again, and the largest errors of all runs do
 not compare better.
 
-A case may be run under a `Circumstance` (certification/circumstances.py): inputs in another layout,
+A case may be run under a `Circumstance` (certification/circumstances): inputs in another layout,
 changed in place after an earlier call, under autocast.
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
-from ...certification.circumstances import ChangedInPlace, ReusedMemory
+from ...certification.circumstances.call_circumstances import ChangedInPlace, ReusedMemory
 from ...kernel.contract import (
     CaseResult,
     bind_once,

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...machine import loading
-from ...machine.faults import FAULTS, classify, reason_of
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ...spec.reason import Code
-from ..cases.chosen_cells import Cell
-from ..cases.generated import Case, given_arguments, if_allowed
-from ..kernel.contract import (
+from ....machine import loading
+from ....machine.faults import FAULTS, classify, reason_of
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ....spec.reason import Code
+from ...cases.chosen_cells import Cell
+from ...cases.generated import Case, given_arguments, if_allowed
+from ...kernel.contract import (
     CaseResult,
     call,
     case_contents,
@@ -35,9 +35,9 @@ from ..kernel.contract import (
     refusals,
     results_of,
 )
-from ..kernel.guarded import address_space
-from ..kernel.judging import judge_result, same
-from ..kernel.shared import fingerprint
+from ...kernel.guarded import address_space
+from ...kernel.judging import judge_result, same
+from ...kernel.shared import fingerprint
 
 NAME = "with tables of more than 2^31 elements"
 # Elements of tables that tell what a call reads, and of one that 32 bits do not count: a wrong

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends._packing import PACKED
-from ...ops.formulas.block_masks import is_block_mask
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.generated import Case
-from ..kernel.case_sizes import relative_size
-from ..kernel.contract import (
+from ....backends._packing import PACKED
+from ....ops.formulas.block_masks import is_block_mask
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.generated import Case
+from ...kernel.case_sizes import relative_size
+from ...kernel.contract import (
     SMALL,
     CaseResult,
     Circumstance,
@@ -30,7 +30,7 @@ from ..kernel.contract import (
     check_case,
     eager_results,
 )
-from ..kernel.shared import fingerprint
+from ...kernel.shared import fingerprint
 from .row_circumstances import if_finite
 
 Values = dict[str, Any]

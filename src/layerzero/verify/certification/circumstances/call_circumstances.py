@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import dtype_name, read
-from ...machine.faults import FAULTS, classify, reason_of
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.generated import ArgumentCase, if_allowed, with_argument
-from ..kernel.contract import (
+from ....dispatch.facts import dtype_name, read
+from ....machine.faults import FAULTS, classify, reason_of
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.generated import ArgumentCase, if_allowed, with_argument
+from ...kernel.contract import (
     CaseResult,
     Circumstance,
     call,
@@ -31,7 +31,7 @@ from ..kernel.contract import (
     refusals,
     upcast,
 )
-from ..kernel.guarded import LAYOUTS, with_distant_rows
+from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.op import Op
-from ..cases.generated import if_allowed, is_allowed
-from ..kernel.contract import Circumstance, eager_results
-from ..kernel.guarded import with_layout
-from ..kernel.shared import compute_once, fingerprint
+from ....machine.faults import FAULTS
+from ....spec.op import Op
+from ...cases.generated import if_allowed, is_allowed
+from ...kernel.contract import Circumstance, eager_results
+from ...kernel.guarded import with_layout
+from ...kernel.shared import compute_once, fingerprint
 
 
 def if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS, classify, reason_of
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.generated import Case
-from ..cases.pairs import long_sums
-from ..kernel.circumstance import Circumstance
-from ..kernel.contract import (
+from ....machine.faults import FAULTS, classify, reason_of
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.generated import Case
+from ...cases.pairs import long_sums
+from ...kernel.circumstance import Circumstance
+from ...kernel.contract import (
     CaseResult,
     call,
     case_outline,
@@ -28,8 +28,8 @@ from ..kernel.contract import (
     results_of,
     upcast,
 )
-from ..kernel.gradients import requiring_grad
-from .non_finite import is_of_others
+from ...kernel.gradients import requiring_grad
+from ..non_finite import is_of_others
 
 TERMS = 200                                    # of a sum that a half dtype does not hold
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS, classify, reason_of
-from ...spec.kernel import Kernel
-from ...spec.op import Op
-from ..cases.chosen_cells import Cell
-from ..cases.generated import Case, is_accepted
-from ..kernel.case_sizes import numbers_of, relative_size
-from ..kernel.circumstance import Circumstance
-from ..kernel.contract import (
+from ....machine.faults import FAULTS, classify, reason_of
+from ....spec.kernel import Kernel
+from ....spec.op import Op
+from ...cases.chosen_cells import Cell
+from ...cases.generated import Case, is_accepted
+from ...kernel.case_sizes import numbers_of, relative_size
+from ...kernel.circumstance import Circumstance
+from ...kernel.contract import (
     SMALL,
     CaseResult,
     call,
@@ -31,8 +31,8 @@ from ..kernel.contract import (
     refusals,
     results_of,
 )
-from ..kernel.gradients import check_gradients, gradient_cases, requiring_grad
-from ..kernel.judging import same
+from ...kernel.gradients import check_gradients, gradient_cases, requiring_grad
+from ...kernel.judging import same
 from .row_circumstances import if_finite
 from .table_circumstances import Table, tables_in
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.faults import FAULTS
-from ...spec.kernel import Kernel
-from ...spec.op import Op, Param
-from ..cases.chosen_cells import Cell
-from ..cases.generated import given_arguments, if_allowed
-from ..cases.pairs import pair_cases, single_sizes
-from ..kernel.contract import (
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ....spec.op import Op, Param
+from ...cases.chosen_cells import Cell
+from ...cases.generated import given_arguments, if_allowed
+from ...cases.pairs import pair_cases, single_sizes
+from ...kernel.contract import (
     CaseResult,
     Circumstance,
     call,
@@ -31,9 +31,9 @@ from ..kernel.contract import (
     refusals,
     results_of,
 )
-from ..kernel.guarded import with_layout
-from ..kernel.judging import same
-from ..kernel.shared import fingerprint
+from ...kernel.guarded import with_layout
+from ...kernel.judging import same
+from ...kernel.shared import fingerprint
 from .grad_circumstances import long_sum_checks
 from .row_circumstances import LoudEnds, MemoryOrder, Narrowed, Shifted, ZeroRows, if_finite
 from .table_circumstances import long_table_checks

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import layerzero as lz
 from layerzero.backends._packing import PackedWeights
 from layerzero.ops.formulas.block_masks import dense_mask
-from layerzero.verify.certification import content_circumstances
 from layerzero.verify.certification.certify import certify
+from layerzero.verify.certification.circumstances import content_circumstances
 from layerzero.verify.certification.circumstances.call_circumstances import (
     ChangedInPlace,
     ChangedParameters,

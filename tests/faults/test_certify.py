@@ -77,6 +77,16 @@ def test_a_kernel_that_compiles_once_gets_every_case_and_one_that_compiles_for_e
     assert ("compiling took" in verdict.coverage.missing[0]) is each_time
 
 
+def test_what_compiles_is_left_to_the_full_lane_beside_others_on_a_cpu(world) -> None:
+    compiled, plain = Fake("fake.compiled", jit=True), Fake("fake.plain")
+    by_name = {v.kernel: v for v in certify_all([compiled.kernel, plain.kernel])}
+    assert by_name["fake.compiled"].status == "skipped" and not compiled.calls
+    assert "JIT_NOT_WARMED" in by_name["fake.compiled"].refusal
+    assert by_name["fake.plain"].status == "passed"
+    alone, = certify_all([compiled.kernel])
+    assert alone.status == "passed" and compiled.calls
+
+
 def test_the_grid_is_the_same_for_the_same_seed_and_another_for_another():
     one, same, other = (certify(by_id("reference.detokenize"), seeds=s) for s in ((0,), (0,), (3,)))
     grids = [v.certificate.grid for v in (one, same, other) if v.certificate]

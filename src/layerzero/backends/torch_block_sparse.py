@@ -109,7 +109,7 @@ KERNELS = (
                      *EFFICIENT_DIM_ON_CUDA, *ON_16_BYTES),
            note="reads the block lists on the host"),
     Kernel("torch.block_sparse_flex", block_sparse_attention, _flex, prior=8.0, overhead_us=60.0,
-           jit=True, compile_s=40.0, traceable=False, untested=True,
+           jit=True, traceable=False, untested=True,
            requires=(
                r.device("cpu", "cuda"), r.dtypes("float16", "bfloat16", "float32"),
                r.when(r.device("cuda"), r.at_least("head_dim", 16)),

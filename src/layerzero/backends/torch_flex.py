@@ -112,5 +112,5 @@ RULES: tuple[r.Condition, ...] = (
 
 KERNELS = (
     Kernel("torch.flex", attention, _flex, prior=5.0, overhead_us=40.0, variants=("bhsd",),
-           jit=True, compile_s=40.0, traceable=False, requires=RULES),
+           jit=True, traceable=False, requires=RULES),
 )

@@ -143,7 +143,6 @@ class Kernel:
     less_work: str = ""
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
-    compile_s: float = 0.0                     # guessed seconds of a compilation, where it is long
     # the first call of every new size takes tens of milliseconds
     plans_each_size: bool = False
     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off

@@ -269,8 +269,7 @@ FULL = Kernel(
               when(on("deterministic"), at_most("rows", 4))),
     prior=3.5, overhead_us=2.5, workspace="4 * rows", variants=("a", "b"), deterministic=False,
     deterministic_backward=False, differentiable=False,
-    graph_safe=False, traceable=False, baseline=True, jit=True, compile_s=3.0, untested=True,
-    note="ours")
+    graph_safe=False, traceable=False, baseline=True, jit=True, untested=True, note="ours")
 
 
 @pytest.mark.parametrize("kernel", [FULL, Kernel("ours.plain", SMALL, load)],

@@ -5,8 +5,9 @@ Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtyp
 and crossings, each kind of circumstance once, gradients. `full` has every size and every layout of
 every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and circumstances and
 gradients in the longer lanes only; where compiling takes long, the quick lane ends with what
-compiles again after JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, and where a case takes
-long, others as long; the verdict says so. A kernel passes if no case fails; what its own rules
+compiles again after JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, on a CPU all of them
+beside kernels that need no compiler, and where a case takes long, others as long; the verdict says
+so. A kernel passes if no case fails; what its own rules
 refuse is counted as skipped.
 """
 
@@ -48,7 +49,7 @@ from .non_finite import nan_propagates
 # with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
 # After so long the rest is left to the full lane: of one kernel, and of all together.
-JIT_QUICK_S, JIT_ALL_S = 15.0, 25.0
+JIT_QUICK_S, JIT_ALL_S = 20.0, 30.0
 # A case in which a kernel takes longer is not asked again at another dtype; nor are others of as
 # many heads or rows, where it is these that take long.
 SLOW_CASE_S = 0.25
@@ -247,6 +248,8 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
     it by itself any more. One whose verification itself breaks has failed too; the others go on,
     unless it left the GPU in a failed state: then nothing more can be said in this process.
     """
+    kernels, late = without_late(kernels, device, lane)
+    yield from (not_run(kernel, lane, Reason(Code.JIT_NOT_WARMED)) for kernel in late)
     ops = list(dict.fromkeys(kernel.op.name for kernel in kernels))
     try:
         # op by op: what the formula gives is computed once for all kernels of an op
@@ -256,17 +259,27 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
         shared.forget()
 
 
+def without_late(kernels: Sequence[Kernel], device: str,
+                 lane: str) -> tuple[list[Kernel], list[Kernel]]:
+    """Separates what the quick lane of a CPU leaves to the longer ones: kernels that compile,
+    beside such as do not. Torch's compiler takes a minute before its first one runs."""
+    if lane != "quick" or device != "cpu" or all(k.jit for k in kernels):
+        return list(kernels), []
+    late = [k for k in kernels if k.jit and loading.availability(k) is None]
+    left_out = {k.id for k in late}
+    return [k for k in kernels if k.id not in left_out], late
+
+
 def _certified_in_turn(kernels: Sequence[Kernel], device: str, lane: str,
                        seeds: Sequence[int] | None) -> Iterator[Verdict]:
     target, culprit, compiling = hardware.probe(device), "", 0.0
     for kernel in kernels:
         if culprit:
-            yield _not_run(kernel, lane, Reason(
+            yield not_run(kernel, lane, Reason(
                 Code.DEVICE_FAULT, None, f"{culprit} failed before; verify this one again"))
             continue
-        if (kernel.jit and lane == "quick" and len(kernels) > 1
-                and compiling + kernel.compile_s > JIT_ALL_S):
-            yield _not_run(kernel, lane, Reason(Code.JIT_NOT_WARMED))
+        if kernel.jit and lane == "quick" and compiling > JIT_ALL_S:
+            yield not_run(kernel, lane, Reason(Code.JIT_NOT_WARMED))
             continue
         verdict = certify(kernel, device, lane, seeds)
         compiling += verdict.seconds if kernel.jit else 0.0
@@ -289,7 +302,7 @@ def _is_lost(device: str) -> bool:
     return False
 
 
-def _not_run(kernel: Kernel, lane: str, reason: Reason) -> Verdict:
+def not_run(kernel: Kernel, lane: str, reason: Reason) -> Verdict:
     return Verdict(kernel.id, kernel.op.name, lane, (
         CaseResult(kernel.id, {}, kernel.op.dtypes[0], "skipped", (reason,)),))
 

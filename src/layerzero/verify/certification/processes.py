@@ -24,7 +24,7 @@ from ...world import snapshot as worlds
 from ...world.registry import certificates
 from ..diagnosis.diagnose import Diagnosis
 from ..kernel.contract import CaseResult
-from .certify import Verdict, certify_all, failure_of
+from .certify import Verdict, certify_all, failure_of, not_run, without_late
 
 MOST = 8                                       # each takes one to two GB of memory
 _KILLED = -int(getattr(signal, "SIGKILL", 9))
@@ -35,12 +35,14 @@ def certify_in_processes(kernels: Sequence[Kernel], device: str = "cpu", lane: s
                          workers: int = 0) -> Iterator[Verdict]:
     """Certifies as `certify_all` does, with so many processes; 0: one for each core of a CPU. The
     verdicts come as they are ready. What needs one process alone is certified in this one."""
-    groups = _groups([k for k in kernels if loading.availability(k) is None])
+    in_time, late = without_late(kernels, device, lane)
+    groups = _groups([k for k in in_time if loading.availability(k) is None])
     count = min(workers or (_cores() if device == "cpu" else 1), len(groups), MOST)
     if count < 2:
         yield from certify_all(kernels, device, lane, seeds)
         return
     mine = [k for k in kernels if loading.availability(k) is not None]
+    yield from (not_run(k, lane, Reason(Code.JIT_NOT_WARMED)) for k in late)
     running: list[_Worker] = []
     try:
         while groups or running:

@@ -18,6 +18,7 @@ from .calls_again import are_close, is_right, sample_failures, values_of
 
 Values = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy
+LONGEST = 1 << 22                              # elements that are worth a copy
 _PLACES = count()
 
 
@@ -63,6 +64,8 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
 def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, str] | None:
     """Explains a call that is right in memory of its own, and wrong each time other numbers lie on
     both sides of its inputs. Integers have no NaN to show what was read there."""
+    if any(_span(v) > LONGEST for v in values.values() if isinstance(v, Tensor)):
+        return None                            # rows far apart: gigabytes, if they were copied
     copies = [values, *({n: v.clone() if isinstance(v, Tensor) and 0 not in v.stride() else v
                          for n, v in values.items()} for _ in range(2))]
     between = [_between_others(values) for _ in range(3)]
@@ -78,6 +81,11 @@ def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, s
             "with other numbers on both sides of every input it is wrong: it reads beside one")
 
 
+def _span(t: Tensor) -> int:
+    """Returns the number of elements from the first to the last one in memory."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
+
+
 def _between_others(values: Values) -> Values:
     """Returns copies with their strides inside large buffers, of which the rest is -1 or NaN. At
     such addresses nothing was before, in no earlier diagnosis either: what is kept by its address
@@ -85,7 +93,7 @@ def _between_others(values: Values) -> Values:
     start = APART + 64 * (2 * (next(_PLACES) % 1000) + 1)
 
     def copy(t: Tensor) -> Tensor:
-        span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
+        span = _span(t)
         raw = torch.full(((2 * APART + start + span) * t.element_size(),), 0xFF, dtype=torch.uint8,
                          device=t.device)
         storage = raw.view(t.dtype)            # all bits set: NaN, -1

@@ -42,7 +42,7 @@ from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
 from ..kernel.contract import CaseResult, case_tensors, check_case
 from .capture import certificate_fields
-from .checks import COMPILES_S, checks_of
+from .checks import COMPILES_S, absence, checks_of
 from .coverage import NOTHING, Coverage, measure_coverage
 from .non_finite import nan_propagates
 
@@ -126,7 +126,7 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     """
     started, results, failed, ran_since = time.perf_counter(), [], 0, 0  # type: float, list[CaseResult], int, int
     cut_short, slow = "", SlowCases(kernel.op)
-    with warnings.catch_warnings(), _allow_recompiles(kernel):
+    with warnings.catch_warnings(), _allow_recompiles(kernel, device):
         warnings.simplefilter("ignore")
         checks = checks_of(kernel, device, lane, LANES[lane] if seeds is None else seeds)
         while (check := _next_check(kernel, checks)) is not None:
@@ -230,10 +230,10 @@ def _diagnosis(kernel: Kernel, results: Sequence[CaseResult], device: str) -> Di
                                     f"{e})")
 
 
-def _allow_recompiles(kernel: Kernel) -> Any:
+def _allow_recompiles(kernel: Kernel, device: str) -> Any:
     """Raises torch's recompile limit: one size in many circumstances compiles more often than it
     allows."""
-    if not kernel.jit:
+    if not kernel.jit or absence(kernel, device) is not None:
         return nullcontext()
     from torch._dynamo import config  # a heavy import, which a JIT kernel needs anyway
     return config.patch(recompile_limit=512)
@@ -265,7 +265,7 @@ def without_late(kernels: Sequence[Kernel], device: str,
     beside such as do not. Torch's compiler takes a minute before its first one runs."""
     if lane != "quick" or device != "cpu" or all(k.jit for k in kernels):
         return list(kernels), []
-    late = [k for k in kernels if k.jit and loading.availability(k) is None]
+    late = [k for k in kernels if k.jit and absence(k, device) is None]
     left_out = {k.id for k in late}
     return [k for k in kernels if k.id not in left_out], late
 

@@ -82,7 +82,7 @@ def checks_of(kernel: Kernel, device: str, lane: str,
               seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
     """Yields the checks of a kernel, those first that find most."""
     op = kernel.op
-    absent = loading.availability(kernel) or _wrong_device(kernel, device)
+    absent = absence(kernel, device)
     if absent is not None:
         yield partial(CaseResult, kernel.id, {}, op.dtypes[0], "skipped", (absent,))
         return
@@ -151,6 +151,11 @@ def _until_one_compiles(first: int, checks: Iterable[Callable[[], CaseResult]]
         yield check
         if count >= first and time.perf_counter() - start > COMPILES_S:
             return
+
+
+def absence(kernel: Kernel, device: str) -> Reason | None:
+    """Returns why the kernel can serve no call here."""
+    return loading.availability(kernel) or _wrong_device(kernel, device)
 
 
 def _wrong_device(kernel: Kernel, device: str) -> Reason | None:

@@ -133,7 +133,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
 
 
 def check_other_contents(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                   seed: int = 0, steps: bool = False) -> CaseResult:
+                         seed: int = 0, steps: bool = False) -> CaseResult:
     """Calls the kernel with ever other contents of the same sizes, or `steps` with the same tensors
     and other lengths: nothing may grow in every round. What grows for a few is asked for hundreds,
     after which a cache of bounded size is full."""
@@ -214,7 +214,7 @@ def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
-                   seed: int) -> Iterator[Callable[[], CaseResult]]:
+                          seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields the check of other contents for the cell with most integers, of which there are most
     contents that a plan may be for, and of other lengths for that with the longest."""
     op = kernel.op

@@ -1,14 +1,13 @@
 """Level 1 of verification: every kernel against its contract, forward and backward; a certificate
 for those that pass.
 
-Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtype, a few more sizes
-and crossings, each kind of circumstance once, gradients. `full` has every size and every layout of
-every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and circumstances and
-gradients in the longer lanes only; where compiling takes long, the quick lane ends with what
-compiles again after JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, on a CPU all of them
-beside kernels that need no compiler, and where a case takes long, others as long; the verdict says
-so. A kernel passes if no case fails; what its own rules
-refuse is counted as skipped.
+Three lanes. `quick` takes seconds per kernel: all cases of the op, each at one dtype of 16 bits, a
+few more sizes and crossings, each kind of circumstance once, gradients. `full` has every size and
+every layout of every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and
+circumstances and gradients in the longer lanes only; where compiling takes long, the quick lane
+ends with what compiles again after JIT_QUICK_S, or leaves out what comes after JIT_ALL_S, on a CPU
+all of them beside kernels that need no compiler, and where a case takes long, others as long; the
+verdict says so. A kernel passes if no case fails; what its own rules refuse is counted as skipped.
 """
 
 from __future__ import annotations

@@ -198,7 +198,8 @@ def _without_costly_repeats(kernel: Kernel, cells: Sequence[Cell], device: str,
 
 def _cheaper(kernel: Kernel, cell: Cell, device: str, seed: int) -> Cell:
     """Returns a cell of bfloat16, whose products take many CPUs long, with smaller sizes where that
-    matters; the op's own cases where float16 has them as they are."""
+    matters; the op's own cases where the kernel takes float16 too, which has others of them as they
+    are."""
     op, (case, dtype) = kernel.op, cell
     if (dtype != "bfloat16" or not is_costly(op, case, HALF_FLOPS)
             or (case in op.cases and not _accepts(kernel, (case, "float16"), device, seed))):

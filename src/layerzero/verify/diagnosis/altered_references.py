@@ -16,8 +16,16 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.mistake import Mistake, Results
 from ...spec.op import Op
-from ..kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .reruns.calls_again import are_close, sample_failures, values_of
+from ..kernel.contract import (
+    CaseResult,
+    call,
+    case_refusals,
+    case_values,
+    formula,
+    results_of,
+    upcast,
+)
+from .reruns.calls_again import are_close, is_right, sample_failures, values_of
 
 MAX_RERUNS = 8                                 # failing cases that are rerun
 # What an argument speaks of, by a part of its name.
@@ -67,7 +75,8 @@ def explain_by_mistake(kernel: Kernel, failed: Sequence[CaseResult],
                 shown.setdefault((mistake.kind, mistake.words), (mistake, r))
     best = max(votes, key=lambda k: (votes[k], -applied[k]), default=None)
     if (best is None or votes[best] * 3 < applied[best] * 2
-            or not _is_confirmed(kernel, *shown[best], device)):
+            or not _is_confirmed(kernel, *shown[best], device)
+            or (best[0] == "convention" and not _holds_elsewhere(kernel, *shown[best], device))):
         return None
     return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
                      f"{applied[best]} failing cases where that makes a difference")
@@ -102,6 +111,21 @@ def _is_confirmed(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) 
             return False
         matches.append(are_close(op, r.dtype, out, altered))
     return any(matches) or not matches
+
+
+def _holds_elsewhere(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) -> bool:
+    """Is no case of the op right in which the mistake makes a difference? What a kernel means by an
+    argument is the same in all."""
+    op = kernel.op
+    for case in () if r.circumstance else op.cases:
+        if not case_refusals(kernel, case, r.dtype, device, r.seed):
+            values = case_values(op, case, r.dtype, device, r.seed)
+            altered = _altered_results(op, mistake.apply, values)
+            if (altered is not None and not are_close(op, r.dtype, altered,
+                                                      formula(op, upcast(values)))
+                    and is_right(kernel, values, r.dtype)):
+                return False
+    return True
 
 
 def _is_constant(op: Op, alter: Any, altered: tuple[Any, ...], other: dict[str, Any],

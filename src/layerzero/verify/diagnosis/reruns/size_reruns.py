@@ -231,7 +231,7 @@ def _other_sizes(op: Op, case: Case) -> Iterator[dict[str, Any]]:
     shared = {name for pair in shares(op) for name in pair}
     for name, default in numbers_of(op).items():
         size = case.get(name, default)
-        if name in sizes and name not in shared and type(size) is int and size > 1:
+        if name in sizes and name not in shared and type(size) is int and size >= 0:
             yield {**case, name: 2 * size + 5}
         elif name in sizes and type(size) is tuple and size:
             yield {**case, name: (*size[:-1], 2 * size[-1] + 5)}

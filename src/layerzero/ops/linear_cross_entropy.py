@@ -58,7 +58,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"reduction": "sum"}, {"reduction": "none"}, {"bias": True}, {"rows": (2, 5)}, {"rows": ()},
     {"rows": (2, 5), "reduction": "none"}, {"rows": (1,)}, {"rows": (0,), "reduction": "none"},
     {"rows": (0,), "reduction": "sum"}, {"vocab": 1}, {"width": 1}, {"vocab": 2003, "rows": (3,)},
-    {"ignored": "some"}, {"ignored": "some", "reduction": "none", "bias": True},
+    {"ignored": "some"}, {"ignored": "run"}, {"ignored": "some", "reduction": "none", "bias": True},
     {"ignored": "some", "smoothing": 0.1}, {"ignored": "all", "reduction": "sum"},
     {"ignored": "some", "ignore_index": 4}, {"smoothing": 0.1, "bias": True},
     {"targets_dtype": "int32"}, {"stride": "sparse"}, {"stride": "transposed"},

@@ -57,9 +57,12 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
 
 def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str,
                    dtype: str, device: str, ignore_index: int) -> Tensor:
-    """Returns test inputs: `ignored` is "", "some" or "all"."""
+    """Returns test inputs: `ignored` is "", "some", "run", as of a prompt, or "all"."""
     targets = torch.randint(0, vocab, rows, generator=gen)
     if ignored:
         hidden = torch.rand(rows, generator=gen) < (0.4 if ignored == "some" else 2.0)
+        if ignored == "run":
+            first = torch.arange(hidden.numel()) < 0.4 * hidden.numel()
+            hidden = first.reshape(hidden.shape)
         targets = torch.where(hidden, ignore_index, targets)
     return targets.to(device=device, dtype=getattr(torch, dtype))

@@ -47,6 +47,7 @@ from .generated import (
     small_stress,
 )
 from .index_sizes import LOOPS, index_and_rank_calls
+from .long_calls import long_calls
 
 POOL, LIMIT = {"quick": 120, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
@@ -232,6 +233,7 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     yield "two arguments alone", lone_pairs(op, lane, seed)
     yield from drawn_calls(op, lane, seed)
     yield from index_and_rank_calls(op, lane, seed)
+    yield "a few hundred beside each argument", long_calls(op, lane, seed)
 
 
 def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:

@@ -38,7 +38,13 @@ from ..kernel.contract import (
     check_case,
     results_of,
 )
-from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
+from ..kernel.gradients import (
+    also_gradient_cases,
+    also_wanted,
+    check_gradients,
+    gradient_cases,
+    has_plain_gradients,
+)
 from .calls import (
     Budget,
     check_many_backwards,
@@ -376,6 +382,11 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for i in range(count))
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
                 for case in cases[:2])
+    for i, (case, name) in enumerate(also_gradient_cases(op)):
+        if lane != "quick" or (i + seed) % 2:
+            yield partial(check_gradients, kernel, case, dtypes[0], device, seed, only=name)
+        if lane != "quick" or not (i + seed) % 2:
+            yield partial(check_gradients, kernel, case, dtypes[0], device, seed, also=name)
     # the formula adds up as it does
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))

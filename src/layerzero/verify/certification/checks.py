@@ -64,13 +64,13 @@ from .circumstances.argument_circumstances import (
 )
 from .circumstances.call_circumstances import (
     WithArgument,
-    check_dropout,
     circumstances,
     tensor_circumstances,
 )
 from .circumstances.content_circumstances import check_contents, content_checks
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import after_inference_checks, rows_in_order_checks
+from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -134,8 +134,7 @@ def checks_of(kernel: Kernel, device: str, lane: str,
                     first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
                     device, seed, other)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
-            if op.dropout_case:
-                yield partial(check_dropout, kernel, dtype, device, seed)
+            yield from dropout_checks(kernel, dtype, device, lane, seed)
         yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
                             WithArgument(argument_case))
                     for argument_case in argument_cases if argument_case.donor is not None
@@ -370,8 +369,9 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                         dtype, device, seed, alone[i] if dtype == dtypes[-1] != dtypes[0] else "")
                 for i, case in enumerate(cases) for dtype in dtypes)
     if lane == "quick" and not _is_formula(kernel, lane):      # two arguments beside each other
-        yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed) for case, _ in
-                    pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
+        yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed,
+                            also=also_wanted(kernel, case, dtypes[0], device, seed))
+                    for case, _ in pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
                     if "extreme" not in case
                     and has_plain_gradients(op, case, dtypes[0], device, seed))
     # other contents than before: what an earlier backward kept shows

@@ -147,10 +147,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"d": 1},
     {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
     {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
-    {"mask": "left_padding", "sq": 7, "sk": 65}, {"mask": "keys", "sq": 9, "sk": 9, "d": 16},
+    {"mask": "left_padding", "sq": 7, "sk": 65}, {"mask": "keys", "sq": 9, "sk": 9, "d": 8},
     # a bias of relative positions; as many heads as samples
-    {"mask": "heads", "hkv": 2, "sq": 7, "sk": 33, "d": 16},
-    {"mask": "heads3d", "b": 4, "sq": 9, "sk": 17, "d": 16},
+    {"mask": "heads", "hkv": 2, "sq": 7, "sk": 33, "d": 8},
+    {"mask": "heads3d", "b": 4, "sq": 9, "sk": 17, "d": 8},
     {"mask": "bool", "lse": True}, {"window": (16, 0), "causal": True}, {"window": (8, 8)},
     {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
     # windows that are longer than the keys

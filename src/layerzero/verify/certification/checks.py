@@ -63,6 +63,7 @@ from .circumstances.argument_circumstances import (
     checks_without_others,
 )
 from .circumstances.call_circumstances import (
+    Expanded,
     WithArgument,
     circumstances,
     tensor_circumstances,
@@ -317,7 +318,16 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                     for name, cases in sizes)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in (*pair_cases(kernel, device, lane, seed).cells,
-                                        *effective_cells(kernel, device, lane, seed)))
+                                        *effective_cells(kernel, device, lane, seed),
+                                        *_wide_cells(kernel, device, lane, seed)))
+
+
+def _wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[Cell]:
+    """Returns some of the calls with several arguments in float64, of which an argument may have
+    been computed in less."""
+    chosen = pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
+    return [(case, "float64") for case, _ in chosen
+            if "float64" in kernel.op.tolerance.by_dtype and "extreme" not in case]
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
@@ -382,6 +392,10 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for i in range(count))
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
                 for case in cases[:2])
+    if kernel.backend != "reference":          # of which gradients are added up by the caller
+        yield from (partial(check_gradients, kernel, cases[0], dtypes[0], device, seed,
+                            altered=Expanded(name, (i + seed) % 2))
+                    for i, name in enumerate(op.differentiable))
     for i, (case, name) in enumerate(also_gradient_cases(op)):
         if lane != "quick" or (i + seed) % 2:
             yield partial(check_gradients, kernel, case, dtypes[0], device, seed, only=name)

@@ -23,8 +23,10 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from .contract import (
+    AS_DECLARED,
     RETRIES,
     CaseResult,
+    Circumstance,
     call,
     case_outline,
     case_values,
@@ -135,12 +137,15 @@ def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,
-                    source: int | None = None, also: str = "") -> CaseResult:
+                    source: int | None = None, also: str = "",
+                    altered: Circumstance = AS_DECLARED) -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
     the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
-    the only one of several results that is used. `also`: a tensor that wants one beside others."""
+    the only one of several results that is used. `also`: a tensor that wants one beside others.
+    `altered`: how a tensor lies in memory."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
     circumstance += f" to {also} too" if also else ""
+    circumstance += f" with {altered.name}" if altered.name else ""
     circumstance += " from a sum" if summed else ""
     circumstance += "" if source is None else f" from result {source} alone"
 
@@ -154,7 +159,10 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
     if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
-    values = requiring_grad(op, case_values(op, case, dtype, device, seed), only, also)
+    arguments = altered.alter(op, case_values(op, case, dtype, device, seed))
+    if arguments is None:
+        return result("skipped", detail="does not apply")
+    values = requiring_grad(op, arguments, only, also)
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -222,7 +230,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed, source, also) for i in range(RETRIES)]
+                                   summed, source, also, altered)
+                   for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))

@@ -2,7 +2,7 @@
 others are taken for.
 
 python benchmarks/planted_faults.py [NAME ...]
-    [--set all|first|sizes|field|shapes|numbers|authors|edges|ports] [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
+    [--set all|first|sizes|field|shapes|numbers|authors|edges|ports|calls] [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
 
 Each fault runs in a forked process of its own: some change the process for good, some end it. One
 that ends its process, as a write beside its memory does, is caught, with the class "fault"; one
@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 from attention_author_faults import ATTENTION_AUTHOR_FAULTS
+from attention_call_faults import ATTENTION_CALL_FAULTS
 from broken_kernels import FAULTS, Fault
 from edge_faults import EDGE_FAULTS
 from field_faults import FIELD_FAULTS
@@ -53,7 +54,8 @@ SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIEL
         "authors": (*ATTENTION_AUTHOR_FAULTS, *LAYER_AUTHOR_FAULTS, *STATE_AUTHOR_FAULTS,
                     *OPTIONAL_AUTHOR_FAULTS),
         "edges": (*USE_FAULTS, *EDGE_FAULTS),
-        "ports": (*PORTED_ATTENTION_FAULTS, *FUSION_FAULTS)}
+        "ports": (*PORTED_ATTENTION_FAULTS, *FUSION_FAULTS),
+        "calls": tuple(ATTENTION_CALL_FAULTS)}
 SETS["all"] = tuple(fault for faults in SETS.values() for fault in faults)
 CAUGHT = ("failed", "crashed")
 

@@ -23,8 +23,8 @@ from layerzero.verify.certification.circumstances.call_circumstances import (
     OtherDefaultDtype,
     OtherThreadCount,
     UnusualValues,
-    check_dropout,
 )
+from layerzero.verify.certification.dropout import check_dropout
 from layerzero.verify.certification.non_finite import check_non_finite
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import Circumstance, check_case
@@ -84,7 +84,7 @@ def test_its_backward_is_found(name: str, options: dict[str, Any], kind: str) ->
 
 @pytest.mark.parametrize("name", ["backward_drops_other_weights", "packed_backward_drops_nothing"])
 def test_the_mask_of_a_backward_is_that_of_its_forward(name: str) -> None:
-    result = check_dropout(EDGES[name].kernel(), "float32")
+    result = check_dropout(kernel := EDGES[name].kernel(), kernel.op.dropout_case, "float32")
     assert result.status == "failed" and result.kinds == ("distribution",)
 
 

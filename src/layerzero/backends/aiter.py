@@ -109,6 +109,7 @@ KERNELS = (
         r.when(r.at_least("window_right", 0), r.any_of(
             r.on("is_causal"), r.at_least("causal_offset", 0, Code.WINDOW_UNSUPPORTED))),
         r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE),
         # a row that sees no key: its log-sum-exp is not documented
         r.any_of(r.off("return_lse"), r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)),

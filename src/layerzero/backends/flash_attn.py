@@ -288,11 +288,13 @@ KERNELS = (
     Kernel("flash_attn.v2", attention, _v2, variants=BSHD, **_V2, requires=(
         *DENSE, *V2, *KEYS_FOR_WINDOW,
         r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
     Kernel("flash_attn.v2_varlen", varlen_attention, _v2_varlen, **_V2, requires=(*PACKED, *V2)),
     Kernel("flash_attn.v2_ck", attention, _v2, variants=BSHD, **_V2, requires=(
         *CK, *_DENSE, *KEYS_FOR_WINDOW,
         r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
     Kernel("flash_attn.v2_ck_varlen", varlen_attention, _v2_varlen, **_V2,
            requires=(*CK, *_PACKED)),

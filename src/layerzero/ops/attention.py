@@ -101,9 +101,10 @@ def inputs(
              "float2d": (sq, sk), "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk),
              "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
              "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk),
-             "left_padding": (b, 1, 1, sk)}.get(mask)
+             "left_padding": (b, 1, 1, sk), "heads": (1, hq, sq, sk), "heads3d": (hq, sq, sk),
+             "keys": (sk,)}.get(mask)
     attn_mask = None
-    if shape and mask in ("float", "float2d", "full"):
+    if shape and mask in ("float", "float2d", "full", "heads", "heads3d"):
         attn_mask = rand(*shape)
     # as models write them: 0, or a value that hides the key
     elif shape and mask in ("minus_inf", "dead_minus_inf", "lowest"):
@@ -146,7 +147,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"d": 1},
     {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
     {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
-    {"mask": "left_padding", "sq": 7, "sk": 65},
+    {"mask": "left_padding", "sq": 7, "sk": 65}, {"mask": "keys", "sq": 9, "sk": 9, "d": 8},
+    # a bias of relative positions; as many heads as samples
+    {"mask": "heads", "hkv": 2, "sq": 7, "sk": 33, "d": 8},
+    {"mask": "heads3d", "b": 4, "sq": 9, "sk": 17, "d": 8},
     {"mask": "bool", "lse": True}, {"window": (16, 0), "causal": True}, {"window": (8, 8)},
     {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
     # windows that are longer than the keys
@@ -311,7 +315,8 @@ OP = Op(
     ),
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
-    differentiable=("query", "key", "value"), autocast="lower", canonical=canonical,
+    differentiable=("query", "key", "value"), also_differentiable=("attn_mask", "alibi_slopes"),
+    autocast="lower", canonical=canonical,
     foreign={"attn_mask": is_block_mask}, unwrap=unwrap_bias, extra_check=extra_check,
     outputs="Tensor[]", nested=True, sdpa_switches=True,
 )

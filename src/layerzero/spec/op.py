@@ -132,6 +132,8 @@ class Op:
     flops: str = "0"
     bytes: str = "0"
     differentiable: tuple[str, ...] = ()
+    # floating tensors with a gradient too, which a kernel may refuse by a rule on requires_grad
+    also_differentiable: tuple[str, ...] = ()
     # "lower": cast to autocast's dtype; "promote": to the widest given
     autocast: str = ""
     # rewrites unusual calls (3-D, nested)
@@ -180,10 +182,11 @@ class Op:
         for rule in self.requires:
             self.check_rule(rule, f"op {self.name!r}")
         self._check_ranges()
-        unknown = [name for name in self.in_place if name not in self.tensors]
-        if unknown:
-            raise SpecError(f"op {self.name!r}: in_place names {unknown[0]!r}; its tensors are "
-                            f"{', '.join(self.tensors)}")
+        for what in ("in_place", "also_differentiable"):
+            unknown = [name for name in getattr(self, what) if name not in self.tensors]
+            if unknown:
+                raise SpecError(f"op {self.name!r}: {what} names {unknown[0]!r}; its tensors are "
+                                f"{', '.join(self.tensors)}")
 
     def _check_ranges(self) -> None:
         """Raise unless each range is of a number, contains its default and fits torch's range."""
@@ -320,7 +323,8 @@ class Op:
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
                               if f.name not in (*_CALLABLES, "mistakes", "words", "batch_dims",
-                                                "shard_dims", "invariance_cases", "foreign")))
+                                                "shard_dims", "invariance_cases", "foreign",
+                                                "also_differentiable")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -38,7 +38,13 @@ from ..kernel.contract import (
     check_case,
     results_of,
 )
-from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
+from ..kernel.gradients import (
+    also_gradient_cases,
+    also_wanted,
+    check_gradients,
+    gradient_cases,
+    has_plain_gradients,
+)
 from .calls import (
     Budget,
     check_many_backwards,
@@ -57,14 +63,15 @@ from .circumstances.argument_circumstances import (
     checks_without_others,
 )
 from .circumstances.call_circumstances import (
+    Expanded,
     WithArgument,
-    check_dropout,
     circumstances,
     tensor_circumstances,
 )
 from .circumstances.content_circumstances import check_contents, content_checks
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import after_inference_checks, rows_in_order_checks
+from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -128,8 +135,7 @@ def checks_of(kernel: Kernel, device: str, lane: str,
                     first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
                     device, seed, other)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
-            if op.dropout_case:
-                yield partial(check_dropout, kernel, dtype, device, seed)
+            yield from dropout_checks(kernel, dtype, device, lane, seed)
         yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
                             WithArgument(argument_case))
                     for argument_case in argument_cases if argument_case.donor is not None
@@ -312,7 +318,16 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                     for name, cases in sizes)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in (*pair_cases(kernel, device, lane, seed).cells,
-                                        *effective_cells(kernel, device, lane, seed)))
+                                        *effective_cells(kernel, device, lane, seed),
+                                        *_wide_cells(kernel, device, lane, seed)))
+
+
+def _wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[Cell]:
+    """Returns some of the calls with several arguments in float64, of which an argument may have
+    been computed in less."""
+    chosen = pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
+    return [(case, "float64") for case, _ in chosen
+            if "float64" in kernel.op.tolerance.by_dtype and "extreme" not in case]
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
@@ -364,8 +379,9 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                         dtype, device, seed, alone[i] if dtype == dtypes[-1] != dtypes[0] else "")
                 for i, case in enumerate(cases) for dtype in dtypes)
     if lane == "quick" and not _is_formula(kernel, lane):      # two arguments beside each other
-        yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed) for case, _ in
-                    pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
+        yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed,
+                            also=also_wanted(kernel, case, dtypes[0], device, seed))
+                    for case, _ in pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
                     if "extreme" not in case
                     and has_plain_gradients(op, case, dtypes[0], device, seed))
     # other contents than before: what an earlier backward kept shows
@@ -376,6 +392,15 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for i in range(count))
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
                 for case in cases[:2])
+    if kernel.backend != "reference":          # of which gradients are added up by the caller
+        yield from (partial(check_gradients, kernel, cases[0], dtypes[0], device, seed,
+                            altered=Expanded(name, (i + seed) % 2))
+                    for i, name in enumerate(op.differentiable))
+    for i, (case, name) in enumerate(also_gradient_cases(op)):
+        if lane != "quick" or (i + seed) % 2:
+            yield partial(check_gradients, kernel, case, dtypes[0], device, seed, only=name)
+        if lane != "quick" or not (i + seed) % 2:
+            yield partial(check_gradients, kernel, case, dtypes[0], device, seed, also=name)
     # the formula adds up as it does
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))

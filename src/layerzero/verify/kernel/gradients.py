@@ -23,9 +23,12 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from .contract import (
+    AS_DECLARED,
     RETRIES,
     CaseResult,
+    Circumstance,
     call,
+    case_outline,
     case_values,
     changed_by_formula,
     formula,
@@ -75,9 +78,38 @@ def _wanted(op: Op, case: Mapping[str, Any]) -> set[str]:
     return {n for n in op.differentiable if isinstance(values[n], Tensor) and values[n].numel()}
 
 
-def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:
-    """Returns the values with requires_grad, with their strides; or with `only` one of them."""
-    names = (only,) if only else op.differentiable
+@lru_cache(maxsize=64)
+def also_gradient_cases(op: Op) -> tuple[tuple[Mapping[str, Any], str], ...]:
+    """Returns each tensor of `also_differentiable` with the first case of each way in which it is
+    broadcast: what adds up its gradient has another sum there."""
+    chosen: dict[Any, tuple[Mapping[str, Any], str]] = {}
+    for case in (*gradient_cases(op), *op.cases) if op.also_differentiable else ():
+        values = case_outline(op, case, op.dtypes[0])
+        for name, t in _floating(values, op.also_differentiable).items():
+            chosen.setdefault((name, tuple(n == 1 for n in t.shape)), (case, name))
+    return tuple(chosen.values())
+
+
+def also_wanted(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,
+                seed: int) -> str:
+    """Returns a tensor of this call of which the kernel does not refuse the gradient, beside those
+    that have one always; "" if there is none."""
+    op = kernel.op
+    names = _floating(case_outline(op, case, dtype, device, seed), op.also_differentiable)
+    return next((n for n in names if not refusals(kernel, requiring_grad(
+        op, case_values(op, case, dtype, device, seed), also=n))), "")
+
+
+def _floating(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    return {n: t for n in names if isinstance(t := values[n], Tensor) and t.is_floating_point()
+            and t.numel()}
+
+
+def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "",
+                   also: str = "") -> dict[str, Any]:
+    """Returns the values with requires_grad, with their strides; or with `only` one of them; and
+    `also` with one that need not have it."""
+    names = (only,) if only else (*op.differentiable, also)
     return {name: v.detach().requires_grad_() if name in names and isinstance(v, Tensor)
             and v.is_floating_point()
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
@@ -105,11 +137,15 @@ def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,
-                    source: int | None = None) -> CaseResult:
+                    source: int | None = None, also: str = "",
+                    altered: Circumstance = AS_DECLARED) -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
     the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
-    the only one of several results that is used."""
+    the only one of several results that is used. `also`: a tensor that wants one beside others.
+    `altered`: how a tensor lies in memory."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
+    circumstance += f" to {also} too" if also else ""
+    circumstance += f" with {altered.name}" if altered.name else ""
     circumstance += " from a sum" if summed else ""
     circumstance += "" if source is None else f" from result {source} alone"
 
@@ -123,7 +159,10 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
     if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
-    values = requiring_grad(op, case_values(op, case, dtype, device, seed), only)
+    arguments = altered.alter(op, case_values(op, case, dtype, device, seed))
+    if arguments is None:
+        return result("skipped", detail="does not apply")
+    values = requiring_grad(op, arguments, only, also)
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -191,7 +230,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed, source) for i in range(RETRIES)]
+                                   summed, source, also, altered)
+                   for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
-from ....spec.op import Op, Param
+from ....spec.op import INT32, Op, Param
 from ...cases.chosen_cells import Cell
 from ...cases.generated import given_arguments, if_allowed
 from ...cases.pairs import pair_cases, single_sizes
@@ -40,6 +40,7 @@ from .table_circumstances import long_table_checks
 
 # Floats that no formula has by itself; scores times 30 would be beyond what float32 can tell apart.
 FLOATS, INTEGERS = (-0.7, 0.013, 6.0, TINY := 1e-38, 0.0), (0, 1, 7, 1500)
+ON_CPU = (-0.7, TINY, INT32[1])                # numbers that are asked there alone
 SEEDS = (0, (1 << 62) + 1)                     # one that is false, and one that no float64 holds
 STEP = (1 << 33) + 5                           # of the generation, past 32 bits
 # What a decode step changes in place, while the tensors beside it stay.
@@ -63,9 +64,9 @@ class OtherNumber(Circumstance):
         on_gpu = isinstance(main, Tensor) and main.device.type != "cpu"
         if self.argument == "seed" and values["seed"] is None:
             return None                        # the random numbers come from elsewhere
-        # FlashAttention takes the largest score before it multiplies by the scale, and what is
-        # tiny is zero to many a GPU
-        if values[self.argument] == self.number or (on_gpu and self.number in (-0.7, TINY)):
+        # FlashAttention takes the largest score before it multiplies by the scale, what is tiny is
+        # zero to many a GPU, and libraries add to a window in 32 bits
+        if values[self.argument] == self.number or (on_gpu and self.number in ON_CPU):
             return None
         return if_finite(op, {**values, self.argument: self.number})
 
@@ -306,15 +307,18 @@ def optional_tensors(op: Op) -> tuple[str, ...]:
                  and p.name not in RANDOM)
 
 
-def other_numbers(p: Param) -> Iterator[OtherNumber]:
-    """Yields other numbers of a scalar."""
+def other_numbers(op: Op, p: Param) -> Iterator[OtherNumber]:
+    """Yields other numbers of a scalar; that which is on by default is off."""
     if p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
         yield from (OtherNumber(p.name, n) for n in FLOATS)
     elif p.name == "seed":
         yield from (OtherNumber(p.name, n) for n in SEEDS)
     elif type(p.default) is int:
         yield from (OtherNumber(p.name, n)
-                    for n in (*INTEGERS, *((STEP,) if p.name == "offset" else ())))
+                    for n in (*INTEGERS, *((STEP,) if p.name == "offset" else ()),
+                              *((INT32[1],) if op.ranges.get(p.name) == INT32 else ())))
+    elif p.default is True:
+        yield OtherNumber(p.name, False)
 
 
 def argument_circumstances(op: Op) -> Iterator[Circumstance]:
@@ -325,7 +329,7 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
         if p.name.startswith(BOUNDS):
             yield LooseBound(p.name)
         else:
-            yield from other_numbers(p)
+            yield from other_numbers(op, p)
     yield from (AllStrided(layout) for layout in ("sparse", "offset"))
     yield from (AllStrided("sparse", op.main_tensor), OneBuffer())
     yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
@@ -412,7 +416,7 @@ def _numbers_beside_tensors(op: Op, device: str, seed: int) -> tuple[
     chosen: list[tuple[Cell, Circumstance]] = []
     for p in op.params:
         others = () if p.name in op.tensors or p.name.startswith(BOUNDS) \
-            else tuple(other_numbers(p))
+            else tuple(other_numbers(op, p))
         seen: set[str] = set()
         for name in sorted(optional) if others else ():
             with_it = [i for i in range(len(cells)) if name in tensors[i] and name not in seen]

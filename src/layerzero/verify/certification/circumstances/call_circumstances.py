@@ -9,7 +9,7 @@ that exceed 32 bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
@@ -18,18 +18,12 @@ import torch
 from torch import Tensor
 
 from ....dispatch.facts import dtype_name, read
-from ....machine.faults import FAULTS, classify, reason_of
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.generated import ArgumentCase, if_allowed, with_argument
 from ...kernel.contract import (
-    CaseResult,
     Circumstance,
     call,
-    case_values,
-    check_case,
-    refusals,
-    upcast,
 )
 from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
@@ -336,78 +330,3 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
     yield from (Narrowed(name, dim) for dim in range(4))
     yield from (Broadcast(name), OtherSigns(name))
     yield FarApart(name)
-
-
-DROPOUT_P = 0.3
-
-
-def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
-    """Checks the dropout of an attention that declares `dropout_case`.
-
-    With the identity as values the result is the attention weights: each must be zero, or 1 / (1 -
-    p) times itself.
-    """
-    op = kernel.op
-    case = op.dropout_case
-    values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPOUT_P}
-    value = values["value"]
-    identity = torch.eye(value.shape[-1], device=device, dtype=value.dtype)
-    if value.dim() == 3:                       # packed: (keys, heads, dim)
-        identity = identity[:, None]
-    values["value"] = identity.expand(value.shape).contiguous()
-    details: dict[str, Any] = {"circumstance": f"dropout {DROPOUT_P}", "seed": seed}
-    reasons = refusals(kernel, values)
-    if reasons:
-        return CaseResult(kernel.id, case, dtype, "skipped", reasons, **details)
-    with torch.no_grad(), torch.random.fork_rng(enabled=True):
-        torch.manual_seed(seed)
-        expected = op.reference(**{**upcast(values), "dropout_p": 0.0}) / (1 - DROPOUT_P)
-        try:
-            first, second = (call(kernel, values).double() for _ in range(2))
-        except FAULTS as e:
-            return CaseResult(kernel.id, case, dtype, "failed",
-                              detail=str(reason_of(e, classify(e))),
-                              kinds=("fault",), **details)
-    dropped = first == 0
-    deviation = float(torch.where(dropped, 0.0, (first - expected).abs() / expected).max())
-    share, deviation_of_share = float(dropped.double().mean()), (DROPOUT_P * (1 - DROPOUT_P)
-                                                                 / dropped.numel()) ** 0.5
-    problems = []
-    if abs(share - DROPOUT_P) > 6 * deviation_of_share:
-        problems.append(f"{share:.3f} of the weights were dropped, not {DROPOUT_P}")
-    if deviation > max(64 * torch.finfo(values["query"].dtype).eps, 1e-5):
-        problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
-    if not problems and torch.equal(first, second):
-        problems.append("two calls dropped the same weights")
-    alike = [d for d in range(dropped.dim() - 1) if dropped.shape[d] > 1
-             and bool((dropped == dropped.narrow(d, 0, 1)).all())]
-    if not problems and alike:
-        problems.append(f"the same weights were dropped all along dimension {alike[0]}")
-    problems += [] if problems else _dropout_gradient(kernel, values, seed)
-    if problems:                               # what is wrong without dropout is no matter of it
-        plain = check_case(kernel, case, dtype, device, seed)
-        if plain.status == "failed":
-            return plain
-    return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed",
-                      detail="; ".join(problems),
-                      kinds=("distribution",) if problems else (), **details)
-
-
-def _dropout_gradient(kernel: Kernel, values: Mapping[str, Any], seed: int) -> Iterator[str]:
-    """Yields that the backward drops other weights than the forward pass did. With the identity as
-    values the result is the weights, each of which was added to one row of the gradient."""
-    if not kernel.differentiable:
-        return
-    value = values["value"].detach().requires_grad_()
-    calls = {**values, "value": value}
-    if refusals(kernel, calls):
-        return
-    with torch.random.fork_rng(enabled=True), torch.enable_grad():
-        torch.manual_seed(seed)
-        weights = call(kernel, calls)
-        gradient, = torch.autograd.grad(weights, value, torch.ones_like(weights))
-    # key j has its weights in column j of the result, and its gradient in row j
-    columns, rows = weights.detach().double().flatten(0, -2).sum(0), gradient.double()[..., 0]
-    rows = (rows if value.dim() == 3 else rows.movedim(-1, 0)).flatten(1).sum(1)
-    if not torch.allclose(rows, columns, rtol=1e-3, atol=1e-3):
-        yield "the backward drops other weights than the forward pass"

@@ -83,6 +83,14 @@ def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[st
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
 
 
+def _laid_out(values: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Returns the values with every tensor of floats in a layout that it can have."""
+    if not layout:
+        return values
+    return {n: other if isinstance(t, Tensor) and t.is_floating_point()
+            and (other := with_layout(t, layout)) is not None else t for n, t in values.items()}
+
+
 def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                         seed: int = 0) -> bool:
     """Are the formula's own gradients numbers, and not all zero? Where every key is hidden, or
@@ -105,13 +113,14 @@ def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,
-                    source: int | None = None) -> CaseResult:
+                    source: int | None = None, layout: str = "") -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
     the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
-    the only one of several results that is used."""
+    the only one of several results that is used. `layout`: that of every tensor of floats."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
     circumstance += " from a sum" if summed else ""
     circumstance += "" if source is None else f" from result {source} alone"
+    circumstance += f" with every tensor {layout}" if layout else ""
 
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
                detail: str = "",
@@ -123,7 +132,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
     if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
-    values = requiring_grad(op, case_values(op, case, dtype, device, seed), only)
+    values = requiring_grad(op, _laid_out(case_values(op, case, dtype, device, seed), layout), only)
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -191,7 +200,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed, source) for i in range(RETRIES)]
+                                   summed, source, layout) for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))

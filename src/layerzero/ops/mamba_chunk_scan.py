@@ -88,9 +88,10 @@ def meta(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any, return_final_s
 def inputs(
     b: int = 2, s: int = 7, h: int = 4, g: int = 2, d: int = 8, n: int = 16, skip: bool = True,
     gate: bool = False, bias: bool = True, softplus: bool = True, limits: bool = False,
-    state: bool = False, final: bool = False, decay: float = 4.0,
+    state: bool = False, final: bool = False, decay: float = 4.0, at_most: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
+    """limits: dt_min and dt_max. at_most: dt_max alone, which makes a negative dt zero."""
     gen = torch.Generator("cpu").manual_seed(seed)
     acc_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -98,7 +99,7 @@ def inputs(
         return torch.randn(*shape, generator=gen).to(device=device, dtype=to)
 
     def step(*shape: int) -> Tensor:           # softplus makes it positive; else a state would grow
-        return drawn(*shape) if softplus else drawn(*shape).abs()
+        return drawn(*shape) if softplus or at_most else drawn(*shape).abs()
 
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
     x, dt = drawn(b, s, h, d), step(b, s, h)
@@ -112,7 +113,7 @@ def inputs(
         "dt_bias": step(h) if bias else None,
         "initial_states": drawn(b, h, d, n, to=acc_dtype) if state else None,
         "dt_softplus": softplus, "dt_min": 0.1 if limits else 0.0,
-        "dt_max": 1.0 if limits else None, "return_final_states": final}
+        "dt_max": 1.0 if limits or at_most else None, "return_final_states": final}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -120,6 +121,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"b": 1, "s": 130, "d": 24, "n": 32, "state": True, "final": True},
     {"skip": False, "bias": False, "softplus": False, "g": 1, "s": 1, "state": True, "final": True},
     {"s": 70, "b": 1, "h": 1, "g": 1, "decay": 60.0, "final": True},
+    {"softplus": False, "at_most": True, "final": True},
     {"s": 0, "state": True, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (

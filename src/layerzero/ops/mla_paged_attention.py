@@ -82,10 +82,11 @@ def inputs(
     context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), heads: int = 4,
     ckv: int = 64, kpe: int = 16, page_size: int = 16, causal: bool = True, scale: float = 0.125,
     lse: bool = False, table: str = "int32", order: str = "shuffled", one_buffer: bool = False,
-    extreme: bool = False, large_pool: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    extreme: bool = False, large_pool: bool = False, bound: bool = True,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: shared views."""
+    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: shared views.
+    `bound`: max_seqlen_q is given."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,
@@ -107,8 +108,8 @@ def inputs(
             else parts[1].contiguous(), "block_table": block_table,
             "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
                                                                      device) if lengths_q else None,
-            "is_causal": causal, "scale": scale, "max_seqlen_q": max(lengths_q, default=1),
-            "return_lse": lse}
+            "is_causal": causal, "scale": scale, "return_lse": lse,
+            "max_seqlen_q": max(lengths_q, default=1) if bound else None}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -116,6 +117,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"heads": 1, "table": "int64"}, {"ckv": 512, "kpe": 64, "heads": 16, "context": (33,),
                                      "scale": 576 ** -0.5}, {"context": (24, 24, 24)},
     {"context": (0, 7, 33), "lse": True}, {"context": ()},
+    # sequences that begin with the same pages
+    {"order": "shared", "context": (40, 37)}, {"lengths_q": (3, 1, 5), "bound": False},
     {"one_buffer": True, "order": "neighbours"}, {"lengths_q": (17, 1, 40)},
     {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True}, {"extreme": True},

@@ -101,13 +101,13 @@ def inputs(
     window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
     scales: str = "", lse: bool = False, layout: str = "NHD", table: str = "int32",
     order: str = "shuffled", stride: str = "", extreme: bool = False, large_pool: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    bound: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.
 
     `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows
-    "padded" or "sparse".
+    "padded" or "sparse". `bound`: max_seqlen_q is given.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
@@ -141,7 +141,7 @@ def inputs(
                                                                      device) if lengths_q else None,
             "is_causal": causal, "scale": scale, "window_left": window, "softcap": softcap,
             "key_scale": key_scale, "value_scale": value_scale,
-            "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse,
+            "max_seqlen_q": max(lengths_q, default=1) if bound else None, "return_lse": lse,
             "kv_layout": layout}
 
 
@@ -158,7 +158,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True}, {"lengths_q": (17, 1, 40)},
     {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
-    {"lengths_q": (6, 3, 9), "window": 4},
+    {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (3, 1, 5), "bound": False},
     {"lengths_q": (6, 3, 9), "window": 4, "causal": False, "lse": True},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True},
     {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1}, {"d": 40, "dv": 24},
@@ -241,7 +241,9 @@ STRESS: tuple[dict[str, Any], ...] = (
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6},
-    {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
+    {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24},
+    # two sequences add to the gradient of one page
+    {"order": "shared", "context": (20, 18, 24), "page_size": 4})
 
 MISTAKES: tuple[Mistake, ...] = (
     *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,

@@ -58,10 +58,12 @@ def inputs(
     b: int = 2, hq: int = 4, hkv: int = 2, s: int = 9, d: int = 64, rotary: int = 0,
     style: str = "rotate_half", layout: str = "bhsd", ids: str = "", batched: bool = False,
     packed: bool = False, alone: bool = False, stride: str = "", table_dtype: str = "float32",
-    far: bool = False, long_table: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    far: bool = False, long_table: bool = False, one_row: bool = False, stated: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin per row."""
+    """`ids`: "int64", "int32", "shared" or, without a batch, "flat" ids into a table; `batched`:
+    cos and sin per row, `one_row`: with a batch of one. `stated`: rotary_dim is given though it is
+    the whole head."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:
@@ -83,10 +85,11 @@ def inputs(
     positions = (torch.randint(0, 100_000, (sequences, rows, 1), generator=gen) if far
                  else torch.arange(rows)[:, None] + torch.arange(sequences)[:, None, None])
     angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
-    angles = angles if batched else angles[0]
+    angles = angles if batched else angles[:1] if one_row and not ids else angles[0]
     angle_dtype = dtype if table_dtype == "like" else getattr(torch, table_dtype)
     cos, sin = (t.to(device=device, dtype=angle_dtype) for t in (angles.cos(), angles.sin()))
-    shape = {"": None, "shared": (s,) if packed else (1, s)}.get(ids, (s,) if packed else (b, s))
+    shape = {"": None, "flat": (s,), "shared": (s,) if packed else (1, s)}.get(
+        ids, (s,) if packed else (b, s))
     position_ids = None
     if shape is not None:
         position_ids = torch.randint(0, rows, shape, generator=gen).to(
@@ -95,7 +98,7 @@ def inputs(
             position_ids[..., -1] = rows - 1   # the end of the table, however long
     return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin,
             "position_ids": position_ids, "style": style, "layout": layout, "rotary_dim": None
-            if rotary == d else rotary}
+            if rotary == d and not stated else rotary}
 
 
 _PLAIN: tuple[dict[str, Any], ...] = (
@@ -106,7 +109,8 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0},
     {"batched": True}, {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"},
     {"table_dtype": "like", "ids": "int64"}, {"stride": "transposed"}, {"stride": "padded"},
-    {"stride": "sparse"}, {"far": True, "s": 40},
+    {"stride": "sparse"}, {"far": True, "s": 40}, {"one_row": True, "b": 3},
+    {"ids": "flat", "b": 3}, {"stated": True},
 )
 CASES: tuple[dict[str, Any], ...] = (*_PLAIN,
                                      *({**case, "style": "interleaved"} for case in _PLAIN))

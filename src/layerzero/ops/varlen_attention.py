@@ -66,21 +66,22 @@ def inputs(
     lengths_q: tuple[int, ...] = (5, 33, 1, 16), lengths_k: tuple[int, ...] = (), hq: int = 4,
     hkv: int = 4, d: int = 64, dv: int = 0, causal: bool = False, align: str | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
-    alibi: bool = False, lse: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    alibi: bool = False, lse: bool = False, starts: str = "int32",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
+    """`starts`: the dtype of the boundaries."""
     gen = torch.Generator("cpu").manual_seed(seed)
     lengths_k = lengths_k or lengths_q
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
 
-    def starts(lengths: tuple[int, ...]) -> Tensor:
-        return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    def boundaries(lengths: tuple[int, ...]) -> Tensor:
+        return torch.tensor([0, *lengths], device=device).cumsum(0).to(getattr(torch, starts))
 
     return {"query": rand(sum(lengths_q), hq, d), "key": rand(sum(lengths_k), hkv, d),
-            "value": rand(sum(lengths_k), hkv, dv or d), "cu_seqlens_q": starts(lengths_q),
-            "cu_seqlens_k": starts(lengths_k), "max_seqlen_q": max(lengths_q, default=0),
+            "value": rand(sum(lengths_k), hkv, dv or d), "cu_seqlens_q": boundaries(lengths_q),
+            "cu_seqlens_k": boundaries(lengths_k), "max_seqlen_q": max(lengths_q, default=0),
             "max_seqlen_k": max(lengths_k, default=0), "is_causal": causal,
             "scale": scale, "causal_align": align, "window_left": window[0],
             "window_right": window[1], "softcap": softcap, "return_lse": lse,
@@ -94,6 +95,9 @@ CASES: tuple[dict[str, Any], ...] = (
      "hkv": 1},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "causal": True, "align": "bottom_right"},
     {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72}, {"d": 40, "dv": 24, "hkv": 2},
+    {"lengths_q": (9, 4), "lengths_k": (5, 12), "starts": "int64"},
+    # no sequences, no queries at all
+    {"lengths_q": ()}, {"lengths_q": (0, 0), "lengths_k": (3, 4), "lse": True},
     # no queries, or no keys, between sequences that have them
     {"lengths_q": (4, 0, 9), "lengths_k": (7, 5, 20), "hkv": 2},
     {"lengths_q": (3, 5, 0, 2), "lengths_k": (6, 0, 4, 9), "causal": True, "align": "bottom_right"},

@@ -54,6 +54,7 @@ from .calls import (
     other_contents_checks,
 )
 from .circumstances.argument_circumstances import (
+    AllStrided,
     ChangedInPart,
     EveryCode,
     LooseBound,
@@ -355,6 +356,11 @@ def _with_several_results(op: Op, cases: Sequence[Case],
             return
 
 
+def _first_with(op: Op, cases: Sequence[Case], name: str) -> Case:
+    """Returns the first case that gives a tensor."""
+    return next((case for case in cases if name in case_tensors(op, case, op.dtypes[0])), cases[0])
+
+
 def _gradient_checks(kernel: Kernel, device: str, lane: str,
                      seed: int) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
@@ -385,8 +391,12 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                     if "extreme" not in case
                     and has_plain_gradients(op, case, dtypes[0], device, seed))
     # other contents than before: what an earlier backward kept shows
-    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed + 1, name)
-                for case in cases[:1] for name in op.differentiable)
+    yield from (partial(check_gradients, kernel, _first_with(op, cases, name), dtypes[0], device,
+                        seed + 1, name) for name in op.differentiable)
+    # what a backward has kept of tensors that are parts of others, as of one projection
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed,
+                        altered=AllStrided(layout))
+                for case, layout in zip(cases, ("sparse", "transposed")))
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, source=i)
                 for case, count in _with_several_results(op, cases, dtypes[0])
                 for i in range(count))

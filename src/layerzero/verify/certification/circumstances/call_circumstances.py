@@ -29,7 +29,14 @@ from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
-from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
+from .row_circumstances import (
+    MemoryOrder,
+    Narrowed,
+    OtherIntegers,
+    OtherLayout,
+    OtherSigns,
+    Shifted,
+)
 
 
 class Expanded(Circumstance):
@@ -328,5 +335,5 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
         yield from (Shifted(name, first) for first in (True, False))
     yield from (Expanded(name, dim) for dim in range(5))
     yield from (Narrowed(name, dim) for dim in range(4))
-    yield from (Broadcast(name), OtherSigns(name))
+    yield from (Broadcast(name), OtherSigns(name), OtherIntegers(name))
     yield FarApart(name)

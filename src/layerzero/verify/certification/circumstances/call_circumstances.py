@@ -77,8 +77,8 @@ class Broadcast(Circumstance):
 
 
 class UnusualValues(Circumstance):
-    """The main tensor with unusual values: all zero, all of one sign, one very large; logits all
-    very small."""
+    """The main tensor with unusual values: all zero, all of one sign, all so small that an eps
+    beside their squares matters, one very large; logits all far below zero."""
 
     def __init__(self, how: str) -> None:
         self.how, self.name, self.even = how, f"filled with {how}", how != "one loud number"
@@ -93,6 +93,8 @@ class UnusualValues(Circumstance):
             filled[..., ::2] = -0.0
         elif self.how == "one sign":
             filled = t.abs() + 1
+        elif self.how == "small numbers":
+            filled = t * 2.0 ** -12
         elif self.how == "numbers far below zero":
             filled = t - 300.0
         else:
@@ -313,7 +315,8 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
         yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
         yield from (c for c, _ in content_circumstances(op))
     if other_values:
-        yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
+        yield from (UnusualValues(how) for how in (
+            "zeros", "one sign", "small numbers", "one loud number"))
     if op.main_tensor == "logits" and other_values:
         yield UnusualValues("numbers far below zero")
     main = op.same_dtype or op.differentiable or (op.main_tensor,)

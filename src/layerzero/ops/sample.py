@@ -127,7 +127,8 @@ def inputs(
     batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
     min_p: float = 0.0, penalties: str = "", only: str = "", rows: bool = False,
     random: str = "uniforms", probs: bool = False, logprobs: bool = True, special: str = "",
-    past: str = "", scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    past: str = "", scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0,
 ) -> dict[str, Any]:
     """`penalties` names what they read; `only` one of them, beside which no other is given, nor a
     filter for each row; `past` is a history that is "empty", "long" or padded with ids "beyond" the
@@ -184,6 +185,10 @@ def inputs(
         arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
         if not probs:
             arguments["temperature_rows"] = rand(-0.3, 1.5)
+        # the first row has several likely tokens, so that each argument shows in it
+        likely = {"top_k_rows": 60, "top_p_rows": 0.97, "min_p_rows": 0.0, "temperature_rows": 2.3}
+        for name in likely.keys() & arguments.keys():
+            arguments[name][:1] = likely[name]
         if penalties:
             arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
     if random == "edges":                    # 0, and the last number before 1

@@ -43,6 +43,7 @@ from .calls import (
     Budget,
     check_many_backwards,
     check_many_calls,
+    check_other_contents,
     check_output_margins,
     check_sizes,
     other_contents_checks,
@@ -291,6 +292,8 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     if not op.tensors and accepted and kernel.backend != "reference":
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in cells_without_tensors(kernel, device, lane, seed))
+        yield from (partial(check_other_contents, kernel, *cell, device, seed)
+                    for cell in cells if "drawn" in cell[0] and cell[0] in op.stress)
     if not op.tensors or not accepted:
         return
     plain, (case, dtype) = accepted[0], smallest(op, accepted, device, seed)

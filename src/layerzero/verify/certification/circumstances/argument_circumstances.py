@@ -195,7 +195,9 @@ class ChangedInPart(Circumstance):
         return values
 
 
-def _is_near(a: Tensor, b: Tensor) -> bool:
+def _is_near(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b)
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), 0.02, 0.02, equal_nan=True)
 
 

@@ -36,6 +36,7 @@ from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
 from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
+from .text_circumstances import text_circumstances
 
 
 class Expanded(Circumstance):
@@ -309,6 +310,7 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
                 Autocast(), InferenceMode(), RecordingGradients(), GradMode(), GivenParameters(),
                 Repeated(), OtherThreadCount(3))
     if not op.tensors:
+        yield from text_circumstances(op)
         return
     yield from (OtherThreadCount(12), OtherDefaultDtype(), WrittenUnseen())
     if lane != "quick":

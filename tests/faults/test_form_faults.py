@@ -13,8 +13,9 @@ from form_faults import FORM_FAULTS
 import layerzero as lz
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.certification.checks import _gradient_checks
+from layerzero.verify.certification.circumstances.argument_circumstances import AllStrided
 from layerzero.verify.certification.circumstances.call_circumstances import circumstances
-from layerzero.verify.certification.circumstances.row_circumstances import OtherIntegers
+from layerzero.verify.certification.circumstances.dtype_circumstances import OtherDtype
 from layerzero.verify.diagnosis.circumstance_names import kind_of
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import Circumstance, case_values, check_case
@@ -30,10 +31,10 @@ def test_every_fault_is_another_and_has_a_class() -> None:
 
 
 @pytest.mark.parametrize(("name", "case", "circumstance"), [
-    ("boundaries_of_64_bits_read_as_32", {}, OtherIntegers("cu_seqlens_k")),
+    ("boundaries_of_64_bits_read_as_32", {}, OtherDtype("cu_seqlens_k")),
     ("boundaries_of_64_bits_read_as_32", {"lengths_q": (9, 4), "lengths_k": (5, 12),
                                           "starts": "int64"}, PLAIN),
-    ("narrow_parents_are_the_root", {}, OtherIntegers("parents")),
+    ("narrow_parents_are_the_root", {}, OtherDtype("parents")),
     ("no_bound_means_one_query", {"lengths_q": (3, 1, 5), "bound": False}, PLAIN),
     ("rest_of_a_whole_head_is_the_head", {"stated": True}, PLAIN),
     ("largest_step_alone_bounds_nothing_below",
@@ -51,13 +52,14 @@ def test_it_is_found(name: str, case: dict[str, Any], circumstance: Circumstance
 
 @pytest.mark.parametrize(("name", "how"), [
     ("gradient_of_the_state_alone_is_lost", {"only": "initial_states"}),
-    ("backward_reads_saved_tensors_as_contiguous", {"layout": "sparse"}),
+    ("backward_reads_saved_tensors_as_contiguous", {"altered": "every tensor sparse"}),
     ("gradient_of_a_shared_page_is_that_of_one_sequence", {})])
 def test_its_gradient_is_found(name: str, how: dict[str, Any]) -> None:
     kernel = FAULTS[name].kernel()
     assert check_gradients(kernel, gradient_cases(kernel.op)[0], "float32").passed
     checks = (c for c in _gradient_checks(kernel, "cpu", "quick", 0) if isinstance(c, partial)
-              and all(value in (*c.args[5:], *c.keywords.values()) for value in how.values()))
+              and all(value in (*c.args[5:], *(getattr(v, "name", v) for v in c.keywords.values()))
+                      for value in how.values()))
     assert any(c().status == "failed" for c in checks)
 
 
@@ -66,18 +68,17 @@ def test_other_layouts_of_a_sound_backward(op: str) -> None:
     contract = lz.op(op)
     sound = Kernel(f"sound.{op}", contract, lambda: contract.reference)
     for case, layout in zip(gradient_cases(contract), ("sparse", "transposed")):
-        result = check_gradients(sound, case, "float32", layout=layout)
+        result = check_gradients(sound, case, "float32", altered=AllStrided(layout))
         assert result.passed and layout in result.circumstance
 
 
 def test_integers_of_another_width() -> None:
     op = lz.op("speculative_verify")
     values = case_values(op, {"random": "seed_rows", "batch": 9}, "float32")
-    narrow = OtherIntegers("draft_tokens").alter(op, values)
+    narrow = OtherDtype("draft_tokens").alter(op, values)
     assert narrow is not None and str(narrow["draft_tokens"].dtype) == "torch.int32"
-    # seeds of 64 bits are others in 32, and probabilities are no integers
-    assert OtherIntegers("seed_rows").alter(op, values) is None
-    assert OtherIntegers("target_probs").alter(op, values) is None
+    # seeds of 64 bits are others in 32
+    assert OtherDtype("seed_rows").alter(op, values) is None
     names = {c.name for c in circumstances(op, "quick")}
-    assert OtherIntegers("draft_tokens").name in names
-    assert kind_of([OtherIntegers("draft_tokens").name]) == "unknown"
+    assert OtherDtype("draft_tokens").name in names
+    assert kind_of([OtherDtype("draft_tokens").name]) == "dtype"

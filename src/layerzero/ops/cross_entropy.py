@@ -66,6 +66,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "all", "reduction": "none"},
     {"ignored": "some", "ignore_index": 4}, {"ignored": "some", "ignore_index": 0, "rows": (24,)},
     {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"}, {"smoothing": 0.1},
+    {"ignored": "some", "ignore_index": 255},      # no class: it is beyond the last
     {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
     {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"}, {"masked": True},
     {"masked": "first", "vocab": 400},
@@ -90,7 +91,8 @@ MISTAKES: tuple[Mistake, ...] = (
     change_results("scale", "the mean over all rows, ignored ones too", _mean_over_all_rows))
 
 # ids beyond 2^16
-STRESS: tuple[dict[str, Any], ...] = ({"vocab": 200_003, "rows": (4,), "reduction": "none"},)
+STRESS: tuple[dict[str, Any], ...] = ({"vocab": 200_003, "rows": (4,), "reduction": "none",
+                                        "targets_dtype": "int32"},)
 
 OP = Op(
     name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,

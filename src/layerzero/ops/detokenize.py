@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +24,14 @@ from ..spec.rules import present
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
 from .formulas.tokenizer.bpe import BYTE_LEVEL_DECODER, ByteLevelBPE, tiny_tokenizer
-from .formulas.tokenizer.identity import FACTS, from_json, identify, identify_again
-from .formulas.tokenizer.tokenization import WORDS, read_sequences
+from .formulas.tokenizer.identity import (
+    FACTS,
+    TokenizerHandle,
+    from_json,
+    identify,
+    identify_again,
+)
+from .formulas.tokenizer.tokenization import WORDS, Tokens, read_sequences
 
 
 def reference(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
@@ -58,26 +65,50 @@ _IDS: tuple[list[int], ...] = (
     [104, 264, 111, 267, 114], [104, 111, 264, 267, 114], [114, 267, 111, 264, 104],
     [105, 263, 111, 267, 114], [103, 265, 111, 267, 114],
     # longer than any piece: a cut after 4 n ids, and most others, is within a character
-    [104, *(240, 159, 152, 128) * 2_100, 271, *(226, 130, 172) * 1_500, 270])
+    [104, *(240, 159, 152, 128) * 2_100, 271, *(226, 130, 172) * 1_500, 270],
+    # around the ends of the vocabulary, of 16 bits and of 31
+    [104, 272, 273, 105, 274, 271, 255, 256, 0, 65_640, 2 ** 31 - 1, 106])
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
 
 
 def _sequence(index: int) -> list[int]:
-    return _IDS[index] if index >= 0 else list(_GENERATED[:-index])
+    return list(_IDS[index] if index >= 0 else _GENERATED[:-index])
+
+
+@lru_cache(maxsize=1)
+def _tiny_tokenizer() -> TokenizerHandle:
+    """Returns the same one for all calls, as callers have it."""
+    return from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer")
+
+
+def _in_form(sequences: Any, form: str) -> Any:
+    """Returns ids as a tensor of a dtype, one whose rows lie apart, tuples, or a result of
+    lz.tokenize with every other id masked."""
+    if form == "tuple":
+        return tuple(tuple(s) if isinstance(s, list) else s for s in sequences)
+    if form == "tokens":
+        masks = [[i % 2 for i in range(len(s))] if isinstance(s, list) else 1 for s in sequences]
+        return Tokens(sequences, None, masks)
+    ids = torch.tensor(sequences, dtype=getattr(torch, form, torch.int64))
+    return ids.t().contiguous().t() if form == "transposed" else ids
 
 
 def inputs(
-    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0,
+    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, form: str = "", drawn: int = 0,
+    many: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Returns the sequences with these indices (-n: the first n ids that are generated), and a
-    small tokenizer."""
-    sequences: Any = _sequence(ids) if isinstance(ids, int) else [_sequence(i) for i in ids]
-    sequences = torch.tensor(sequences) if tensor else sequences
-    return {"ids": sequences,
-            "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
+    """Returns the sequences with these indices (-n: the first n ids that are generated) or one of
+    so many `drawn` ids, and a small tokenizer."""
+    sequences: Any = (_sequence(ids) if isinstance(ids, int)
+                      else [_sequence(i) for i in ids] * (210 if many else 1))
+    if drawn:
+        gen = torch.Generator().manual_seed(seed)
+        sequences = torch.randint(0, 273, (drawn,), generator=gen).tolist()
+    sequences = _in_form(sequences, form or "int64") if tensor or form else sequences
+    return {"ids": sequences, "tokenizer": _tiny_tokenizer(), **options}
 
 
 _ALL = tuple(range(7))
@@ -89,11 +120,16 @@ CASES: tuple[dict[str, Any], ...] = (
       for skip in (True, False)),
     {"ids": (7, 8, 7, 4, 8), "tensor": True}, {"ids": 7}, {"ids": (2,)},
     {"ids": (2,), "tensor": True}, *({"ids": ids} for ids in range(14, 19)),
+    *({"ids": ids, "skip_special_tokens": skip} for ids in (20, (20, 2)) for skip in (True, False)),
+    *({"ids": ids, "form": form} for form in ("int32", "transposed", "tuple", "tokens")
+      for ids in ((14, 15, 17), 14)), {"ids": 4, "form": "uint8"}, {"ids": 16, "form": "int16"},
+    {"ids": (0, 0, 0), "tensor": True}, {"ids": 0, "tensor": True},
     {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
     *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 
 STRESS: tuple[dict[str, Any], ...] = (
+    {"ids": (1, 14, 0, 17, 7), "many": True}, {"drawn": 80},
     {"ids": 19}, {"ids": (19, 7, 19), "skip_special_tokens": False}, {"ids": 19, "tensor": True})
 
 # Mistakes that a kernel for this op could make.

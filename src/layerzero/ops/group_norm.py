@@ -109,7 +109,11 @@ MISTAKES: tuple[Mistake, ...] = (
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyond 2^14
     {"b": 66_001, "c": 2, "groups": 1, "size": (1, 2)},
-    {"b": 1, "c": 16_412, "groups": 4, "size": (1, 2)})
+    {"b": 1, "c": 16_412, "groups": 4, "size": (1, 2)},
+    # the channels of a group in a diffusion model: 10, 20, 40 of its UNet, 16 of its decoder
+    {"c": 320, "groups": 32, "size": (3, 2)}, {"c": 640, "groups": 32, "size": (2, 3)},
+    {"c": 1280, "groups": 32, "size": (1, 3), "memory": "channels_last"},
+    {"c": 512, "groups": 32, "size": (3, 3), "memory": "channels_last"})
 
 OP = Op(
     name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs,

@@ -61,6 +61,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "some"}, {"ignored": "run"}, {"ignored": "some", "reduction": "none", "bias": True},
     {"ignored": "some", "smoothing": 0.1}, {"ignored": "all", "reduction": "sum"},
     {"ignored": "some", "ignore_index": 4}, {"smoothing": 0.1, "bias": True},
+    {"ignored": "some", "ignore_index": 255},      # no class: it is beyond the last
     {"targets_dtype": "int32"}, {"stride": "sparse"}, {"stride": "transposed"},
     {"rows": (300,), "vocab": 97},
 )
@@ -71,7 +72,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
-    {"vocab": 200_003, "width": 2, "rows": (4,), "reduction": "none"},)
+    {"vocab": 200_003, "width": 2, "rows": (4,), "reduction": "none", "targets_dtype": "int32"},)
 
 OP = Op(
     name="linear_cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,

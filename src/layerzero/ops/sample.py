@@ -127,10 +127,12 @@ def inputs(
     batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
     min_p: float = 0.0, penalties: str = "", only: str = "", rows: bool = False,
     random: str = "uniforms", probs: bool = False, logprobs: bool = True, special: str = "",
-    scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    past: str = "", scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0,
 ) -> dict[str, Any]:
     """`penalties` names what they read; `only` one of them, beside which no other is given, nor a
-    filter for each row."""
+    filter for each row; `past` is a history that is "empty", "long" or padded with ids "beyond" the
+    vocabulary."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(low: float, high: float) -> Tensor:
@@ -155,6 +157,7 @@ def inputs(
         logits = 0.5 ** (1.0 + torch.randperm(vocab, generator=gen) % 12).expand(batch, -1)
     elif probs:
         logits = logits.softmax(-1).nan_to_num()
+        logits *= 2.0 ** (torch.arange(batch)[:, None] % 4)    # they need not sum to one
     logits = logits.to(device=device, dtype=dtype)
     arguments: dict[str, Any] = {
         "logits": logits[:, ::2] if special == "sparse" else logits, "temperature": temperature,
@@ -163,22 +166,29 @@ def inputs(
     if penalties:
         given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
         arguments |= {name: n for name, n in given.items() if only in ("", name)}
-        history = torch.randint(-1, vocab, (batch, 33), generator=gen)
-        history[torch.arange(33) >= 33 - torch.arange(batch)[:, None] % 5 * 6] = -1
+        seen = {"empty": 0, "long": 2_050}.get(past, 33)
+        history = torch.randint(-1, vocab, (batch, seen), generator=gen)
+        history[torch.arange(seen) >= seen - torch.arange(batch)[:, None] % 5 * 6] = -1
         if vocab > 1 << 16:                    # likely, and what 16 bits make of -1
             arguments["logits"][:, 0xFFFF] = arguments["logits"].float().topk(2).values.mean(-1)
         counts = torch.randint(0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen)
         tell_apart(history, counts, arguments["logits"].float().cpu())
+        if past == "beyond":
+            history[history < 0] = vocab
         operands = {"history": history, "counts": counts}
         arguments |= {"token_counts" if name == "counts" else name: t.to(device)
                       for name, t in operands.items() if name in penalties}
     if rows and only:
         arguments |= {f"{only}_rows": rand(0.5, 2.0)} if penalties else {}
     elif rows:
-        ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
+        ks = torch.randint(-2, 12, (batch,), generator=gen).to(device)
         arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
         if not probs:
             arguments["temperature_rows"] = rand(-0.3, 1.5)
+        # the first row has several likely tokens, so that each argument shows in it
+        likely = {"top_k_rows": 60, "top_p_rows": 0.97, "min_p_rows": 0.0, "temperature_rows": 2.3}
+        for name in likely.keys() & arguments.keys():
+            arguments[name][:1] = likely[name]
         if penalties:
             arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
     if random == "edges":                    # 0, and the last number before 1
@@ -210,6 +220,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
     {"rows": True, "batch": 9, "vocab": 5000}, {"penalties": "history", "top_k": 10},
     {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
+    *({"penalties": "history", "past": past, "vocab": 2_100, "scale": 1.0}
+      for past in ("empty", "long", "beyond")),
+    # of several sources of random numbers the first counts
+    {"random": "uniforms+seed_rows+seed"}, {"random": "seed_rows+seed+generator"},
+    {"random": "seed+generator", "batch": 9},
     # each penalty by itself, beside all that it may read
     *({"penalties": operands, "only": name, "rows": rows, "vocab": 33}
       for operands, rows in (("history", False), ("counts", True), ("history counts", False),

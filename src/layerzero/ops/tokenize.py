@@ -108,7 +108,13 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
           "hell", "o w", "or the</", "s><s", ">", "1", "2'", "s ", " e", "\u0301👩\u200d", "👧<s>",
           # longer than any window: sentences of 43 and 37 characters, a word of 600
           "hello the world, and 12 日本 👩\u200d👧 in the end.\n" * 230 + "hello" * 120
-          + " the hell and the world of more words" * 280)
+          + " the hell and the world of more words" * 280,
+          # what is often changed on the way: a mark at the beginning, lines of Windows, capitals,
+          # long numbers, spaces, digits and letters that have another form, signs without a place
+          "\ufeffIT'S the END\r\nwe'LL see 1234567 or 3.14159e-10\r\n\r\n a\u2003b\u3000c\u2028d"
+          "\x85e \u0663\u0664 \u2167 \u00bd \u00b2 \ufb01 \u00c5 \u212a \u0130 \u00df \u017f"
+          " \uac00 \u1112\u1161\u11ab \U00020000 \U0001d49c \ufffd\ue000\u200b\u200e\x1b\x7f\r x\r",
+          " \t\ufeff the\r\nend\t \u00a0\u3000")
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -117,6 +123,9 @@ _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 # on with a word, a number, a special token, spaces or a character of several code points.
 _TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <", "s>hel", "lo</",
           "s", "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
+
+
+MANY = 210                                     # times the texts
 
 
 @lru_cache(maxsize=16)
@@ -131,19 +140,22 @@ def _text(index: int, prefix: str) -> str:
 
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
-    variant: str = "", ending: str = "", beginning: str = "long", seed: int = 0,
-    dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
+    variant: str = "", ending: str = "", beginning: str = "long", drawn: int = 0,
+    many: bool = False, seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu",
+    **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices (-n: the first n pieces of what is typed), or `random`
-    random ones, or one with this beginning and ending, and a small tokenizer."""
+    random ones, or one of so many `drawn` pieces, or one with this beginning and ending, and a
+    small tokenizer. `many`: more texts than workers take at once."""
     tokenizer = _tiny_tokenizer(template, pad, variant)
     prefix = "the hell " * 79 if beginning == "long" else ""
     texts = (_text(text, prefix) if isinstance(text, int)
-             else [_text(i, prefix) for i in text])
-    if random:
+             else [_text(i, prefix) for i in text] * (MANY if many else 1))
+    if random or drawn:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
-                 for n in range(random)]
+                 for n in (range(random) if random else (drawn,))]
+        texts = texts[0] if drawn else texts
     if ending:
         texts = "the hell " * (79 if beginning == "long" else 3) + ending
     return {"text": texts, "tokenizer": tokenizer, **options}
@@ -185,6 +197,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"text": -n, "beginning": beginning, "cache_prefix": True} for beginning in ("short", "long")
       for n in (*range(1, len(_TYPED) + 1), *range(len(_TYPED) - 3, 0, -4))),
     *({"text": -n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
+    *({"text": text, "return_offsets": True} for text in (21, 22, (22, 21))),
     # tokenizers that treat spaces, words and added tokens otherwise
     *({"text": text, "variant": variant, "return_offsets": True} for variant in VARIANTS
       for text in (_ALL, _PARTS)),
@@ -197,6 +210,8 @@ CASES: tuple[dict[str, Any], ...] = (
 STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "return_offsets": True},
     {"random": 40, "parse_special": False, "return_offsets": True},
+    {"text": (9, 10, 13, 14, 0), "many": True, "return_offsets": True},
+    {"drawn": 80, "cache_prefix": True},
     {"text": 20, "return_offsets": True}, {"text": (20, 9), "template": True, "cache_prefix": True})
 
 

@@ -244,7 +244,11 @@ STEP = (1 << 16) + 5                           # an offset of more than 16 bits
 def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, device: str,
                      seed: int) -> dict[str, Any]:
     """Returns what the random numbers (batch, ...) of a call come from. Seeds of rows have 64 bits
-    or 32, and do not tell the place of a row."""
+    or 32, and do not tell the place of a row. "uniforms+seed" gives both, of which the first
+    counts."""
+    if "+" in random:
+        return {name: v for source in random.split("+")
+                for name, v in random_arguments(source, shape, gen, device, seed).items()}
     if random in ("seed_rows", "short_seed_rows"):
         seeds = mix(torch.arange(shape[0]) + seed)
         seeds = (seeds >> 32).to(torch.int32) if random == "short_seed_rows" else seeds
@@ -272,11 +276,12 @@ def tell_apart(history: Tensor, counts: Tensor, logits: Tensor) -> None:
     whatever reads one for the other changes the result."""
     likeliest = logits.topk(min(8, logits.shape[-1])).indices
     history[(history[:, :, None] == likeliest[:, None, 1::2]).any(-1)] = -1
-    history[:, :likeliest[:, ::2].shape[1]] = likeliest[:, ::2]
-    for first in (0, 3):
-        counts.scatter_(1, likeliest[:, first::4], 0)
-    for first in (1, 2):
-        columns = likeliest[:, first::4]
+    first = likeliest[:, ::2][:, :history.shape[1]]
+    history[:, :first.shape[1]] = first
+    for place in (0, 3):
+        counts.scatter_(1, likeliest[:, place::4], 0)
+    for place in (1, 2):
+        columns = likeliest[:, place::4]
         counts.scatter_(1, columns, counts.gather(1, columns).clamp(min=1))
 
 

@@ -185,7 +185,8 @@ class SlowCases:
 
     def add(self, case: Mapping[str, Any]) -> None:
         self.keys.add(case_key(case))
-        if not is_costly(self.op, case):       # what is one at a time is slow for many rows
+        # what is one at a time is slow for many rows
+        if self.op.tensors and not is_costly(self.op, case):
             self.rows = min(self.rows, self._rows(case))
 
     def leave_out(self, case: Mapping[str, Any]) -> bool:
@@ -196,7 +197,9 @@ class SlowCases:
         return is_slow
 
     def _rows(self, case: Mapping[str, Any]) -> int:
-        main = case_tensors(self.op, case, self.op.dtypes[0])[self.op.main_tensor]
+        main = case_tensors(self.op, case, self.op.dtypes[0]).get(self.op.main_tensor)
+        if main is None:                       # texts: how many there are says little
+            return 0
         return main.numel() // max(main.shape[-1], 1) if main.dim() else 1
 
 

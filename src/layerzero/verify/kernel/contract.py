@@ -377,7 +377,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if not op.tensors:
         # as they are: a text is no list of one
         answer = op.reference(**with_own_generators(values))
-        complaints += compare_values(results, (answer,))
+        complaints += compare_values(results, (answer,), values)
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = results[:2]
     with torch.no_grad():

@@ -2,8 +2,9 @@
 
 For each input that requires a gradient the error is at most `times_eager` x that of the eager
 formula's own gradient at the same dtype, plus the op's tolerance. The output gradient is passed
-once contiguous and once with gaps of NaN between its elements; inputs must be unchanged afterwards;
-the result of the forward pass is judged too.
+contiguous, with gaps of NaN between its elements and, at the op's first dtype, as a part of wider
+rows and with its second dimension last in memory; inputs must be unchanged afterwards; the result
+of the forward pass is judged too.
 """
 
 from __future__ import annotations
@@ -188,12 +189,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently "
                                                        "lost") for i in lost])
     try:
-        if summed:
-            with ThreadPoolExecutor(1) as pool:
-                runs = [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)]
-        else:
-            runs = [_backward(values, results, grads)
-                    for grads in (output_grads, output_grads, _with_gaps(output_grads))]
+        runs, suffixes = _passes(op, dtype, values, results, output_grads, summed)
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -214,7 +210,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
             forward = judge_result(op, dtype, f"result {i}", *four_results, budget=budget)
         complaints += forward.complaints
         worst = max(worst, (forward.error, forward.eager_error, forward.ratio), key=lambda e: e[2])
-    for i, (got, suffix) in enumerate(zip(runs[1:], ("", ", given one with gaps,"))):
+    for i, (got, suffix) in enumerate(zip(runs[1:], suffixes)):
         if i and not complaints and _equal(got, runs[1]):
             continue                           # as it was judged
         gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got,
@@ -372,10 +368,35 @@ def _output_grads(results: Sequence[Tensor], summed: bool) -> list[Tensor | None
             for r in results]
 
 
-def _with_gaps(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the same gradients with NaN between the elements."""
-    return [w if w is None else (w if (other := with_layout(w, "sparse")) is None else other)
-            for w in weights]
+def _passes(op: Op, dtype: str, values: Mapping[str, Any], results: Sequence[Tensor],
+            output_grads: Sequence[Tensor | None],
+            summed: bool) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Returns the gradients of several passes, the first two of the same output gradients, and how
+    those of the second and the others were given."""
+    if summed:
+        with ThreadPoolExecutor(1) as pool:
+            return [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)], [""]
+    layouts: dict[str, Callable[[Tensor], Tensor | None]] = {
+        "with gaps": partial(with_layout, layout="sparse")}
+    if dtype == op.dtypes[0]:                  # how it lies in memory is the same for all of them
+        layouts |= {"as a part of wider rows": partial(with_layout, layout="padded"),
+                    "with its second dimension last in memory": _channels_last}
+    runs = [_backward(values, results, grads) for grads in (
+        output_grads, output_grads, *(_laid_out(output_grads, layout)
+                                      for layout in layouts.values()))]
+    return runs, ["", *(f", given one {how}," for how in layouts)]
+
+
+def _laid_out(weights: Sequence[Tensor | None],
+              layout: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
+    """Returns the same gradients in another layout, those that have it."""
+    return [w if w is None else (w if (other := layout(w)) is None else other) for w in weights]
+
+
+def _channels_last(t: Tensor) -> Tensor | None:
+    """Returns a copy as the next layer gives it that has its channels last, or its heads."""
+    return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else with_layout(
+        t, "transposed")
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],

@@ -3,6 +3,7 @@ other layouts."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import sys
@@ -25,19 +26,27 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 # Watching memory.
 
-Watched = tuple[Tensor | bytes, int, tuple[Any, ...]]
+Watched = tuple[Tensor | bytes | list[Any], int, tuple[Any, ...]]
 _DESCRIBED = ("shape", "stride", "requires_grad", "address", "hook", "grad", "attribute")
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
     """Copies the whole storage, version and description of every tensor; of very large storages
-    only the elements."""
-    return {name: (_bytes_in(v), _version(v), _description(v))
-            for name, v in values.items() if isinstance(v, Tensor)}
+    only the elements; and lists, as of texts."""
+    lists: dict[str, Watched] = {name: (copy.deepcopy(v), 0, ()) for name, v in values.items()
+                                 if isinstance(v, list)}
+    return lists | {name: (_bytes_in(v), _version(v), _description(v))
+                    for name, v in values.items() if isinstance(v, Tensor)}
 
 
 def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> Iterator[str]:
+    """Yields what changed since a snapshot. A list is put back: others are given the same."""
     for name, (original, version, description) in before.items():
+        if isinstance(original, list):
+            if values[name] != original:
+                values[name][:] = original
+                yield f"the list {name} was changed"
+            continue
         now = _description(values[name])
         if now != description:
             differing = [n for n, a, b in zip(_DESCRIBED, now, description) if a != b]

@@ -246,8 +246,10 @@ def without_nan(t: Tensor) -> Tensor:
     return t.nan_to_num(nan=math.inf) if t.is_floating_point() else t
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Are two results equal, with NaN where the other has it?"""
+    if not isinstance(a, Tensor):              # a text
+        return bool(a == b)
     return torch.equal(_as_codes(a), _as_codes(b)) or torch.equal(without_nan(a), without_nan(b))
 
 

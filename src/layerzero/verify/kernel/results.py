@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +121,14 @@ def has_holes(out: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
     return False
 
 
-def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
-    """Compares results that are no tensors: they must equal the reference's in every run."""
+def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...],
+                   values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Compares results that are no tensors: they must equal the reference's in every run, and have
+    lists of their own, which a caller may append to."""
+    given, *others = (frozenset(_lists_in(v)) for v in (tuple(values.values()), *got))
+    if others[0] & given or any(others[0] & lists for lists in others[1:]):
+        yield Complaint("aliasing", "a list of the result is that of " + (
+            "an argument" if others[0] & given else "another call's"))
     differing = next((g for g in got if g != want), None)
     if differing is not None:
         i = next((i for i, (g, w) in enumerate(zip(differing, want)) if g != w), 0)
@@ -132,3 +139,16 @@ def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Ite
         got_text, want_text = (f"{'...' if start else ''}{text[start:start + 300]}"
                                for text in texts)
         yield Complaint("error", f"{got_text} instead of {want_text}")
+
+
+def _lists_in(value: Any) -> Iterator[int]:
+    """Yields the lists of a value, also within others and within the fields of a result."""
+    if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
+            yield id(value)
+        for element in value:
+            if not isinstance(element, (int, str)):
+                yield from _lists_in(element)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _lists_in(getattr(value, field.name))

@@ -34,6 +34,7 @@ from ...kernel.contract import (
 from ...kernel.guarded import with_layout
 from ...kernel.judging import same
 from ...kernel.shared import fingerprint
+from .dtype_circumstances import OtherDtype, free_tensors
 from .grad_circumstances import long_sum_checks
 from .row_circumstances import LoudEnds, MemoryOrder, Narrowed, Shifted, ZeroRows, if_finite
 from .table_circumstances import long_table_checks
@@ -195,7 +196,9 @@ class ChangedInPart(Circumstance):
         return values
 
 
-def _is_near(a: Tensor, b: Tensor) -> bool:
+def _is_near(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b)
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), 0.02, 0.02, equal_nan=True)
 
 
@@ -254,20 +257,6 @@ class WithoutOthers(Circumstance):
         if not others or len(optional) < 2 or not isinstance(values[self.tensor], Tensor):
             return None
         return {**values, **{p.name: p.default for p in others}}
-
-
-class OtherDtype(Circumstance):
-    """A tensor that need not have the dtype of the others in another one than the cases give."""
-
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"{tensor} in another dtype"
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        t = values[self.tensor]
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
-            return None
-        other = torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
-        return if_finite(op, {**values, self.tensor: t.to(other)})
 
 
 class UnusedPages(Circumstance):
@@ -334,15 +323,13 @@ def argument_circumstances(op: Op) -> Iterator[Circumstance]:
     yield from (AllStrided("sparse", op.main_tensor), OneBuffer())
     yield from (WithoutOthers(name, alone) for name in optional_tensors(op)
                 for alone in (True, False))
-    yield from (OtherDtype(name) for name in op.tensors
-                if name != op.main_tensor and name not in op.same_dtype)
+    yield from map(OtherDtype, op.tensors)
     if PAGES in op.tensors:
         yield from (UnusedPages(), PagesBehind())
     for name in op.tensors:
         yield from (EveryCode(name), EveryCode(name, spread=True), ChangedInPart(name))
     yield from (LoudEnds(), ZeroRows())
-    yield from (LoudElement(name) for name in op.tensors
-                if name != op.main_tensor and name not in op.same_dtype)
+    yield from map(LoudElement, free_tensors(op))
 
 
 def shared_rows(op: Op, values: dict[str, Any], name: str, dim: int) -> dict[str, Any] | None:
@@ -376,11 +363,10 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
     cells = pair_cases(kernel, device, "quick", seed).cells
     yield from checks((cell, ZeroRows()) for cell in _with_most_arguments(
         op, [c for c in cells if c[1] == op.dtypes[0]], device, seed, MOST_ARGUMENTS))
-    for name in op.tensors:
-        if name != op.main_tensor and name not in op.same_dtype:
-            with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
-            yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
-                op, with_it, device, seed, MOST_ARGUMENTS))
+    for name in free_tensors(op):
+        with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
+        yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
+            op, with_it, device, seed, MOST_ARGUMENTS))
     yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
 
 

@@ -29,14 +29,8 @@ from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
-from .row_circumstances import (
-    MemoryOrder,
-    Narrowed,
-    OtherIntegers,
-    OtherLayout,
-    OtherSigns,
-    Shifted,
-)
+from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
+from .text_circumstances import text_circumstances
 
 
 class Expanded(Circumstance):
@@ -78,8 +72,8 @@ class Broadcast(Circumstance):
 
 
 class UnusualValues(Circumstance):
-    """The main tensor with unusual values: all zero, all of one sign, one very large; logits all
-    very small."""
+    """The main tensor with unusual values: all zero, all of one sign, all so small that an eps
+    beside their squares matters, one very large; logits all far below zero."""
 
     def __init__(self, how: str) -> None:
         self.how, self.name, self.even = how, f"filled with {how}", how != "one loud number"
@@ -94,6 +88,8 @@ class UnusualValues(Circumstance):
             filled[..., ::2] = -0.0
         elif self.how == "one sign":
             filled = t.abs() + 1
+        elif self.how == "small numbers":
+            filled = t * 2.0 ** -12
         elif self.how == "numbers far below zero":
             filled = t - 300.0
         else:
@@ -308,13 +304,15 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
                 Autocast(), InferenceMode(), RecordingGradients(), GradMode(), GivenParameters(),
                 Repeated(), OtherThreadCount(3))
     if not op.tensors:
+        yield from text_circumstances(op)
         return
     yield from (OtherThreadCount(12), OtherDefaultDtype(), WrittenUnseen())
     if lane != "quick":
         yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
         yield from (c for c, _ in content_circumstances(op))
     if other_values:
-        yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
+        yield from (UnusualValues(how) for how in (
+            "zeros", "one sign", "small numbers", "one loud number"))
     if op.main_tensor == "logits" and other_values:
         yield UnusualValues("numbers far below zero")
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
@@ -335,5 +333,5 @@ def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]
         yield from (Shifted(name, first) for first in (True, False))
     yield from (Expanded(name, dim) for dim in range(5))
     yield from (Narrowed(name, dim) for dim in range(4))
-    yield from (Broadcast(name), OtherSigns(name), OtherIntegers(name))
+    yield from (Broadcast(name), OtherSigns(name))
     yield FarApart(name)

@@ -26,11 +26,13 @@ from ...kernel.contract import (
     Circumstance,
     call,
     case_refusals,
+    case_tensors,
     case_values_to_read,
     check_case,
     eager_results,
 )
 from ...kernel.shared import fingerprint
+from .dtype_circumstances import SecondDtypes, free_tensors
 from .row_circumstances import if_finite
 
 Values = dict[str, Any]
@@ -140,6 +142,9 @@ def content_circumstances(op: Op) -> Iterator[tuple[Circumstance, str]]:
     """Yields those that not every case can have, with the dtype that one is asked in."""
     if "float16" in op.dtypes and op.tensors:
         yield LoudHalf(), "float16"
+    if any(free_tensors(op)):
+        yield from ((SecondDtypes(), dtype) for dtype in ("float16", "float32")
+                    if dtype in op.dtypes)
     if any(p.name == BLOCK_MASK for p in op.params):
         yield MaskOfNextBatch(), op.dtypes[0]
 
@@ -153,10 +158,13 @@ def check_contents(kernel: Kernel, case: Case, dtype: str, device: str, seed: in
 
 
 def content_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields each circumstance with the first of a few of the op's own cases that can have it."""
+    """Yields each circumstance with the first of a few of the op's own cases that can have it;
+    that of all dtypes with one that has most tensors."""
     op = kernel.op
     for circumstance, dtype in content_circumstances(op):
-        accepted = (case for case in op.cases
+        cases = op.cases if not isinstance(circumstance, SecondDtypes) else sorted(
+            op.cases, key=lambda case: -len(case_tensors(op, case, dtype, device, seed)))
+        accepted = (case for case in cases
                     if "stride" not in case and relative_size(op, case) <= SMALL
                     and not case_refusals(kernel, case, dtype, device, seed))
         able = (case for case in islice(accepted, TRIES) if circumstance.alter(

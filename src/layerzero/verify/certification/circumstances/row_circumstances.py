@@ -16,8 +16,6 @@ from ...kernel.contract import Circumstance, eager_results
 from ...kernel.guarded import with_layout
 from ...kernel.shared import compute_once, fingerprint
 
-WIDTHS = {torch.int32: torch.int64, torch.int64: torch.int32}
-
 
 def if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the values if the contract allows the call and its results are numbers."""
@@ -54,22 +52,6 @@ class OtherLayout(Circumstance):
         t = values[self.tensor]
         other = with_layout(t, self.layout) if isinstance(t, Tensor) else None
         return None if other is None else {**values, self.tensor: other}
-
-
-class OtherIntegers(Circumstance):
-    """One tensor of integers in the other width, beside those that stay as they are."""
-
-    any_dtype = True
-
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"{tensor} in integers of another width"
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        t = values[self.tensor]
-        other = WIDTHS.get(t.dtype) if isinstance(t, Tensor) and t.numel() else None
-        if other is None or not torch.equal(t.to(other).to(t.dtype), t):
-            return None                        # it would be another number
-        return if_allowed(op, {**values, self.tensor: t.to(other)})
 
 
 class LoudEnds(Circumstance):

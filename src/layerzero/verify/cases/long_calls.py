@@ -46,7 +46,7 @@ def long_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
                   for other, size in numbers_of(op).items()}
         steps = ({**others, **option, name: _long(op, name, others[name], (n // step | 1) * step)}
                  for step in STEPS if step <= 2 * n)
-        affordable = [consistent(op, case) for case in steps
+        affordable: list[Case] = [consistent(op, case) for case in steps
                       if (relative_cost(op, case) or 0.0) <= MAX_FLOPS / 8]
         calls += [affordable] if affordable else []
     return calls

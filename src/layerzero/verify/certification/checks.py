@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
+import torch
+
 from ...machine import hardware, loading
 from ...spec.kernel import Kernel
 from ...spec.op import Op
@@ -324,10 +326,12 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
 
 def _wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[Cell]:
     """Returns some of the calls with several arguments in float64, of which an argument may have
-    been computed in less."""
-    chosen = pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
-    return [(case, "float64") for case, _ in chosen
-            if "float64" in kernel.op.tolerance.by_dtype and "extreme" not in case]
+    been computed in less; where one is given in less it must be."""
+    op, cells = kernel.op, pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
+    return [(case, "float64") for case, _ in cells
+            if "float64" in op.tolerance.by_dtype and "extreme" not in case
+            and {t.dtype for t in case_tensors(op, case, "float64", device, seed).values()
+                 if t.is_floating_point()} == {torch.float64}]
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,

@@ -80,5 +80,48 @@ class SeedOfItsOwn:
             return right(dropout_p=dropout_p, **v)
 
 
+# Other calls.
+
+@fault("attention", "window", "index overflow")
+def end_of_a_window_counted_in_32_bits(right, window_right=-1, **v):
+    wraps = window_right > 0 and window_right + v["key"].shape[2] >= 2 ** 31
+    return right(window_right=0 if wraps else window_right, **v)
+
+
+@fault("attention", "gradient", "layout", "aliasing")
+def heads_of_an_expanded_key_share_a_gradient(right, key, **v):
+    if key.dim() == 4 and key.stride(1) == 0 and key.shape[1] > 1:
+        key = _WithBackward.apply(key, lambda grad: grad[:, -1:].expand_as(grad).contiguous())
+    return right(key=key, **v)
+
+
+@fault("attention", "head map", "convention", "unknown")
+def without_gqa_there_is_one_head(right, enable_gqa=True, **v):
+    if not enable_gqa and v["layout"] == "bhsd":
+        v |= {n: v[n][:, :1] for n in ("key", "value")}
+    return right(enable_gqa=enable_gqa, **v)
+
+
+@fault("attention", "precision", "dtype")
+def capped_scores_of_float64_in_float32(right, softcap=0.0, **v):
+    if not softcap or v["query"].dtype != torch.float64:
+        return right(softcap=softcap, **v)
+    results = right(softcap=softcap, **{n: t.float() if isinstance(t, torch.Tensor)
+                                        and t.is_floating_point() else t for n, t in v.items()})
+    return tuple(t.double() for t in results) if v["return_lse"] else results.double()
+
+
+@fault("block_sparse_attention", "fault", "mask")
+def every_mask_lists_full_blocks(right, **v):
+    v["block_mask"].full_kv_num_blocks.sum()
+    return right(**v)
+
+
+@fault("merge_attention", "precision", "dtype")
+def sums_of_float64_in_float32(right, outs, lses):
+    out, lse = right(outs, lses.float())
+    return out, lse.to(lses.dtype)
+
+
 ATTENTION_CALL_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # the long lane runs them

@@ -5,14 +5,18 @@ benchmarks/planted_faults.py --set calls certifies all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from attention_call_faults import ATTENTION_CALL_FAULTS
 
 from layerzero.backends.reference import KERNELS
 from layerzero.spec.kernel import Kernel
+from layerzero.verify.certification.checks import checks_of
+from layerzero.verify.certification.circumstances.argument_circumstances import OtherNumber
+from layerzero.verify.certification.circumstances.call_circumstances import Expanded
 from layerzero.verify.certification.dropout import dropout_checks
-from layerzero.verify.kernel.contract import CaseResult, check_case
+from layerzero.verify.kernel.contract import CaseResult, Circumstance, check_case
 from layerzero.verify.kernel.gradients import also_gradient_cases, check_gradients
 
 CALLS = {f.name: f for f in ATTENTION_CALL_FAULTS}
@@ -32,6 +36,33 @@ def mask_ranks(kernel: Kernel) -> Iterator[CaseResult]:
 
 def dropout(kernel: Kernel) -> Iterator[CaseResult]:
     yield from (check() for check in dropout_checks(kernel, "float32", "cpu", "full", 0))
+
+
+@pytest.mark.parametrize(("name", "check"), [
+    ("end_of_a_window_counted_in_32_bits", lambda k: check_case(
+        k, {"d": 16}, "float32", circumstance=OtherNumber("window_right", 2 ** 31 - 1))),
+    ("without_gqa_there_is_one_head", lambda k: check_case(
+        k, {"d": 16}, "float32", circumstance=OtherNumber("enable_gqa", False))),
+    ("heads_of_an_expanded_key_share_a_gradient", lambda k: check_gradients(
+        k, {}, "float32", altered=Expanded("key", 1))),
+    ("capped_scores_of_float64_in_float32", lambda k: check_case(k, {"softcap": 5.0}, "float64")),
+    ("every_mask_lists_full_blocks", lambda k: check_case(k, {"mask": "partial"}, "float32")),
+    ("sums_of_float64_in_float32", lambda k: check_case(k, {"lses_dtype": "float64"}, "float32"))])
+def test_a_call_shows_it(name, check) -> None:
+    sound = next(k for k in KERNELS if k.op is CALLS[name].op)
+    assert check(sound).passed
+    assert check(CALLS[name].kernel()).status == "failed"
+
+
+def test_the_quick_lane_has_these_calls() -> None:
+    kernel = CALLS["slopes_have_no_gradient"].kernel()
+    made = list(checks_of(kernel, "cpu", "quick", (0,)))
+    altered = [c.keywords["altered"].name for c in made if "altered" in getattr(c, "keywords", {})]
+    assert len(altered) == len(ATTENTION.op.differentiable)
+    names = {a.name for c in made for a in getattr(c, "args", ()) if isinstance(a, Circumstance)}
+    assert {"given window_right = 2.14748e+09", "given enable_gqa = 0"} <= names
+    assert any("float64" in c.args and "softcap" in c.args[1] for c in made
+               if isinstance(c, partial) and c.func is check_case)
 
 
 @pytest.mark.parametrize(("checks", "names"), [

@@ -109,11 +109,12 @@ def inputs(
     # as models write them: 0, or a value that hides the key
     elif shape and mask in ("minus_inf", "dead_minus_inf", "lowest"):
         hidden = torch.finfo(dtype).min if mask == "lowest" else -math.inf
-        attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hidden)
+        attn_mask = torch.zeros(shape, dtype=dtype).masked_fill(
+            torch.rand(shape, generator=gen) <= 0.3, hidden)
         attn_mask[..., 0] = 0.0
         if mask == "dead_minus_inf":
             attn_mask[..., 0, :] = hidden
-        attn_mask = attn_mask.to(device=device, dtype=dtype)
+        attn_mask = attn_mask.to(device)
     elif mask == "left_padding":               # of each sample more
         hidden_keys = torch.arange(1, b + 1)[:, None, None, None] * sk // (b + 1)
         attn_mask = (torch.arange(sk) >= hidden_keys).to(device)

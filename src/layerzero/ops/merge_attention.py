@@ -76,7 +76,7 @@ def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"parts": 1}, {"parts": 2, "d": 128}, {"empty": "some"}, {"empty": "row"}, {"tokens": 0},
     {"stride": "padded", "heads": 1}, {"parts": 17, "tokens": 3, "d": 1}, {"spread": 60.0},
-    {"lses_dtype": "float32", "empty": "some"})
+    {"lses_dtype": "float32", "empty": "some"}, {"lses_dtype": "float64", "d": 8})
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"parts": 64, "tokens": 65, "empty": "some"}, {"spread": 500.0}, {"heads": 65, "d": 257})

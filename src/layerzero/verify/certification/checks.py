@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
+import torch
+
 from ...machine import hardware, loading
+from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Code, Reason
@@ -332,10 +335,18 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
 
 def _wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[Cell]:
     """Returns some of the calls with several arguments in float64, of which an argument may have
-    been computed in less."""
-    chosen = pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
-    return [(case, "float64") for case, _ in chosen
-            if "float64" in kernel.op.tolerance.by_dtype and "extreme" not in case]
+    been computed in less; where one is given in less it must be."""
+    op, cells = kernel.op, pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
+
+    def is_wide(case: Case) -> bool:
+        try:
+            tensors = case_tensors(op, case, "float64", device, seed).values()
+        except FAULTS:                         # a generator may have no float64
+            return False
+        return {t.dtype for t in tensors if t.is_floating_point()} == {torch.float64}
+
+    return [(case, "float64") for case, _ in cells if "float64" in op.tolerance.by_dtype
+            and "extreme" not in case and is_wide(case)]
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,

@@ -244,7 +244,7 @@ STEP = (1 << 16) + 5                           # an offset of more than 16 bits
 def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, device: str,
                      seed: int) -> dict[str, Any]:
     """Returns what the random numbers (batch, ...) of a call come from. Seeds of rows have 64 bits
-    or 32, and do not tell the place of a row."""
+    or 32, and do not tell the place of a row. "wide": numbers of float64."""
     if random in ("seed_rows", "short_seed_rows"):
         seeds = mix(torch.arange(shape[0]) + seed)
         seeds = (seeds >> 32).to(torch.int32) if random == "short_seed_rows" else seeds
@@ -253,7 +253,8 @@ def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, 
         return {"generator": torch.Generator(device).manual_seed(seed + 99)}
     if random == "seed":
         return {"seed": (1 << 40) + 1234 + seed, "offset": STEP}
-    numbers = torch.zeros(shape) if random == "zeros" else torch.rand(shape, generator=gen)
+    numbers = torch.zeros(shape) if random == "zeros" else torch.rand(
+        shape, generator=gen, dtype=torch.float64 if random == "wide" else torch.float32)
     return {"uniforms": numbers.to(device)}
 
 

@@ -25,7 +25,7 @@ PLAIN = Circumstance()
 
 
 def test_every_fault_is_another_and_has_a_class() -> None:
-    assert len(FAULTS) == len(FORM_FAULTS) >= 15
+    assert len(FAULTS) == len(FORM_FAULTS) >= 16
     assert {kind for f in FAULTS.values() for kind in f.kinds} <= CLASSES.keys()
 
 
@@ -44,11 +44,12 @@ def test_every_fault_is_another_and_has_a_class() -> None:
      {"softplus": False, "at_most": True, "final": True}, PLAIN),
     ("angles_of_one_row_are_of_the_first_sequence", {"one_row": True, "b": 3}, PLAIN),
     ("flat_positions_go_on_from_row_to_row", {"ids": "flat", "b": 3}, PLAIN),
+    ("heads_of_all_rows_in_a_grid_of_16_bits", {"b": 604, "h": 112, "g": 1, "d": 2, "n": 2}, PLAIN),
     ("longest_of_no_sequences", {"lengths_q": ()}, PLAIN)])
 def test_it_is_found(name: str, case: dict[str, Any], circumstance: Circumstance) -> None:
     kernel = FAULTS[name].kernel()
     if circumstance is PLAIN:
-        assert case in kernel.op.cases
+        assert case in (*kernel.op.cases, *kernel.op.stress)
     assert check_case(kernel, {}, "float32").status == "passed"
     assert check_case(kernel, case, "float32", circumstance=circumstance).status == "failed"
 

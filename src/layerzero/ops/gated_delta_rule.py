@@ -134,9 +134,7 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="gated_delta_rule", family="linear_attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
-    stress=({"b": 1, "s": 512, "h": 4, "hv": 8, "d": 64, "dv": 64, "norm": True, "final": True},
-            # more heads of all than 2^16
-            {"b": 604, "s": 1, "h": 112, "hv": 112, "d": 2, "dv": 2, "final": True}),
+    stress=({"b": 1, "s": 512, "h": 4, "hv": 8, "d": 64, "dv": 64, "norm": True, "final": True},),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),
                          "float32": (1e-5, 1e-5), "float64": (1e-8, 1e-8)}),

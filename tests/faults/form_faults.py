@@ -36,6 +36,21 @@ def narrow_parents_are_the_root(right, **v):
     return right(**v)
 
 
+@fault("speculative_verify", "dtype", "distribution", "layout")
+def uniforms_of_64_bits_read_as_32(right, **v):
+    numbers = v["uniforms"]
+    if numbers is not None and numbers.dtype == torch.float64:
+        words = numbers.contiguous().view(torch.float32).reshape(-1)[:numbers.numel()]
+        v["uniforms"] = words.nan_to_num(0.0).view(numbers.shape)
+    return right(**v)
+
+
+@fault("speculative_verify_tree", "sizes", "index overflow", "last rows")
+def nodes_in_a_mask_of_64_bits(right, **v):
+    nodes = torch.arange(v["draft_tokens"].shape[1])
+    return right(**{**v, "draft_tokens": torch.where(nodes < 64, v["draft_tokens"], -1)})
+
+
 # Options that are left out, or stated.
 
 @fault("paged_attention", "convention", "mask", "fault")
@@ -95,7 +110,31 @@ def longest_of_no_sequences(right, **v):
     return right(**v)
 
 
+@fault("gated_delta_rule", "uninitialised output", "sizes", "non-finite values")
+def state_of_no_tokens_is_not_written(right, **v):
+    out = right(**v)
+    if v["q"].shape[1] or v["initial_state"] is not None or not v["output_final_state"]:
+        return out
+    return out[0], torch.empty_like(out[1])
+
+
+@fault("selective_state_update", "sizes", "index overflow", "last rows", "uninitialised output")
+def heads_of_all_rows_in_a_grid_of_16_bits(right, **v):
+    out, state = right(**v)
+    rows, heads = out.shape[:2]
+    return out * (torch.arange(rows * heads) < 65_535).view(rows, heads, 1), state
+
+
 # Gradients.
+
+@fault("varlen_attention", "gradient", "non-finite values", "mask")
+def gradient_of_a_query_without_keys_is_nan(right, **v):
+    if _records(v["query"]):
+        sees = right(**{**v, "return_lse": True})[1].detach()[..., None] > -torch.inf
+        v["query"] = v["query"].view_as(v["query"])
+        v["query"].register_hook(lambda grad: torch.where(sees, grad, torch.nan))
+    return right(**v)
+
 
 @fault("mamba_chunk_scan", "gradient", "mode")
 def gradient_of_the_state_alone_is_lost(right, **v):

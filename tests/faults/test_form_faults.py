@@ -26,7 +26,7 @@ PLAIN = Circumstance()
 
 
 def test_every_fault_is_another_and_has_a_class() -> None:
-    assert len(FAULTS) == len(FORM_FAULTS) >= 11
+    assert len(FAULTS) == len(FORM_FAULTS) >= 16
     assert {kind for f in FAULTS.values() for kind in f.kinds} <= CLASSES.keys()
 
 
@@ -35,17 +35,22 @@ def test_every_fault_is_another_and_has_a_class() -> None:
     ("boundaries_of_64_bits_read_as_32", {"lengths_q": (9, 4), "lengths_k": (5, 12),
                                           "starts": "int64"}, PLAIN),
     ("narrow_parents_are_the_root", {}, OtherDtype("parents")),
+    ("uniforms_of_64_bits_read_as_32", {"random": "wide"}, PLAIN),
+    ("nodes_in_a_mask_of_64_bits",
+     {"tree": "ninety", "alike": 1.0, "random": "wide", "batch": 3}, PLAIN),
+    ("state_of_no_tokens_is_not_written", {"s": 0, "final": True}, PLAIN),
     ("no_bound_means_one_query", {"lengths_q": (3, 1, 5), "bound": False}, PLAIN),
     ("rest_of_a_whole_head_is_the_head", {"stated": True}, PLAIN),
     ("largest_step_alone_bounds_nothing_below",
      {"softplus": False, "at_most": True, "final": True}, PLAIN),
     ("angles_of_one_row_are_of_the_first_sequence", {"one_row": True, "b": 3}, PLAIN),
     ("flat_positions_go_on_from_row_to_row", {"ids": "flat", "b": 3}, PLAIN),
+    ("heads_of_all_rows_in_a_grid_of_16_bits", {"b": 604, "h": 112, "g": 1, "d": 2, "n": 2}, PLAIN),
     ("longest_of_no_sequences", {"lengths_q": ()}, PLAIN)])
 def test_it_is_found(name: str, case: dict[str, Any], circumstance: Circumstance) -> None:
     kernel = FAULTS[name].kernel()
     if circumstance is PLAIN:
-        assert case in kernel.op.cases
+        assert case in (*kernel.op.cases, *kernel.op.stress)
     assert check_case(kernel, {}, "float32").status == "passed"
     assert check_case(kernel, case, "float32", circumstance=circumstance).status == "failed"
 
@@ -53,7 +58,8 @@ def test_it_is_found(name: str, case: dict[str, Any], circumstance: Circumstance
 @pytest.mark.parametrize(("name", "how"), [
     ("gradient_of_the_state_alone_is_lost", {"only": "initial_states"}),
     ("backward_reads_saved_tensors_as_contiguous", {"altered": "every tensor sparse"}),
-    ("gradient_of_a_shared_page_is_that_of_one_sequence", {})])
+    ("gradient_of_a_shared_page_is_that_of_one_sequence", {}),
+    ("gradient_of_a_query_without_keys_is_nan", {})])
 def test_its_gradient_is_found(name: str, how: dict[str, Any]) -> None:
     kernel = FAULTS[name].kernel()
     assert check_gradients(kernel, gradient_cases(kernel.op)[0], "float32").passed

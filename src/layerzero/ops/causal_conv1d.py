@@ -78,6 +78,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"c": 70, "width": 2, "s": 1, "state": 1}, {"width": 1, "b": 1}, {"b": 0, "state": 3},
     {"s": 1, "b": 3, "width": 3, "state": 6, "final": True, "bias": False, "activation": None},
     {"s": 1, "c": 130, "state": 3}, {"s": 0, "state": 3, "final": True},
+    {"s": 0, "final": True},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"c": 4, "s": 5}, {"c": 4, "s": 3, "state": 4, "final": True, "bias": False})

@@ -107,7 +107,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"s": 1, "b": 3, "d": 24, "dv": 20, "final": True},
     {"s": 1, "state": True, "hv": 6, "decay": 30.0},
     {"s": 70, "b": 1, "h": 1, "hv": 1, "decay": 30.0, "final": True},
-    {"s": 0, "state": True, "final": True}, {"b": 0},
+    {"s": 0, "state": True, "final": True}, {"s": 0, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"s": 5, "d": 8, "dv": 8}, {"s": 1, "d": 8, "dv": 8, "state": True},

@@ -122,7 +122,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"skip": False, "bias": False, "softplus": False, "g": 1, "s": 1, "state": True, "final": True},
     {"s": 70, "b": 1, "h": 1, "g": 1, "decay": 60.0, "final": True},
     {"softplus": False, "at_most": True, "final": True},
-    {"s": 0, "state": True, "final": True}, {"b": 0},
+    {"s": 0, "state": True, "final": True}, {"s": 0, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"s": 5, "d": 4, "n": 4}, {"s": 70, "b": 1, "h": 2, "g": 1, "d": 4, "n": 4, "state": True,

@@ -242,6 +242,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6},
     {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24},
+    {"lengths_q": (5, 4), "context": (3, 7)},              # queries that see no key
     # two sequences add to the gradient of one page
     {"order": "shared", "context": (20, 18, 24), "page_size": 4})
 

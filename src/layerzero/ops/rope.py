@@ -166,6 +166,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
     {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2},
     {"b": 1, "s": 131_077, "hq": 1, "hkv": 1, "d": 2},
+    {"b": 2_105, "s": 1, "hq": 32, "hkv": 1, "d": 4},          # more heads of all than 2^16
     # positions beyond 2^12 and 2^16, of a table as models have it
     *({"long_table": True, "ids": "int64", "s": 5, "d": 8, "hq": 2, "hkv": 1, "layout": layout,
        "style": style} for layout, style in (("bhsd", "rotate_half"), ("bshd", "interleaved"))))

@@ -107,7 +107,9 @@ GROUPS = Wording("heads % groups", "{heads} heads, {groups} groups",
 OP = Op(
     name="selective_state_update", family="linear_attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
-    stress=({"b": 4, "h": 32, "g": 4, "d": 64, "n": 128},), main="x",
+    stress=({"b": 4, "h": 32, "g": 4, "d": 64, "n": 128},
+            {"b": 604, "h": 112, "g": 1, "d": 2, "n": 2}),     # more heads of all than 2^16
+    main="x",
     reference_kernel={"overhead_us": 60.0,
                       "workspace": "12 * batch * heads * head_dim * state_dim"},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),

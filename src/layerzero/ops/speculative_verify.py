@@ -130,8 +130,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "certain": True, "batch": 16},
-    {"special": "strided"}, {"random": "seed"}, {"random": "seed_rows", "batch": 9},
-    {"random": "short_seed_rows"},
+    {"special": "strided"}, {"random": "wide"}, {"random": "seed"},
+    {"random": "seed_rows", "batch": 9}, {"random": "short_seed_rows"},
     {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )
 

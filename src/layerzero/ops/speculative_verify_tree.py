@@ -105,6 +105,8 @@ TREES: dict[str, tuple[int, ...]] = {
     "disordered": (-1, 3, 0, -1, 2, 9),
     "long": tuple(range(-1, 11)),
     "forty": tuple(max((i - 2) // 2, -1) for i in range(40)),      # two children each
+    # more than a word of bits has, and a path of many; then as many children of the first ones
+    "ninety": (*range(-1, 69), *range(20)),
 }
 
 
@@ -167,6 +169,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "tree": "fan", "certain": True, "batch": 16},
+    {"tree": "ninety", "alike": 1.0, "random": "wide", "batch": 3},
     {"random": "seed"}, {"vocab": 5003, "batch": 2}, {"random": "seed_rows", "batch": 9},
     {"random": "short_seed_rows"},
     {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},

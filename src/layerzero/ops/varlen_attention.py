@@ -145,7 +145,9 @@ STRESS: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)},
-    {"lse": True, "alibi": True, "align": "top_left"}, {"d": 40, "dv": 24, "lengths_q": (7, 12)})
+    {"lse": True, "alibi": True, "align": "top_left"}, {"d": 40, "dv": 24, "lengths_q": (7, 12)},
+    # queries that see no key
+    {"lengths_q": (9, 4), "lengths_k": (4, 9), "causal": True, "align": "bottom_right"})
 
 
 # Mistakes that a kernel for this op could make.

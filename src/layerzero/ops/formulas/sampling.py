@@ -244,8 +244,8 @@ STEP = (1 << 16) + 5                           # an offset of more than 16 bits
 def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, device: str,
                      seed: int) -> dict[str, Any]:
     """Returns what the random numbers (batch, ...) of a call come from. Seeds of rows have 64 bits
-    or 32, and do not tell the place of a row. "uniforms+seed" gives both, of which the first
-    counts."""
+    or 32, and do not tell the place of a row. "wide": numbers of float64. "uniforms+seed" gives
+    both, of which the first counts."""
     if "+" in random:
         return {name: v for source in random.split("+")
                 for name, v in random_arguments(source, shape, gen, device, seed).items()}
@@ -257,7 +257,8 @@ def random_arguments(random: str, shape: tuple[int, ...], gen: torch.Generator, 
         return {"generator": torch.Generator(device).manual_seed(seed + 99)}
     if random == "seed":
         return {"seed": (1 << 40) + 1234 + seed, "offset": STEP}
-    numbers = torch.zeros(shape) if random == "zeros" else torch.rand(shape, generator=gen)
+    numbers = torch.zeros(shape) if random == "zeros" else torch.rand(
+        shape, generator=gen, dtype=torch.float64 if random == "wide" else torch.float32)
     return {"uniforms": numbers.to(device)}
 
 

@@ -52,6 +52,8 @@ ROUNDS = 3                                     # of calls, after which memory is
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
+# Calls that confirm a leak: with torch's compiler imported, graphs leave a hundred objects once.
+CONFIRMING = 256
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 # Rounds of calls with other contents, and CPU time for them: of what grows in the first, many more
 # than a cache of bounded size holds.
@@ -310,7 +312,7 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
         leak = ""
         for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):
             leak = leak or (_count_memory(work, device, count, inputs, collect=True)
-                            and _count_memory(work, device, 64, inputs, collect=True))
+                            and _count_memory(work, device, CONFIRMING, inputs, collect=True))
     except FAULTS as e:                        # the gradients have checks of their own
         return result("skipped", detail=str(reason_of(e, classify(e))))
     return result("failed", "leak", leak) if leak else result("passed")

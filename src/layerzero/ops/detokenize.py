@@ -102,8 +102,9 @@ def inputs(
 ) -> dict[str, Any]:
     """Returns the sequences with these indices (-n: the first n ids that are generated) or one of
     so many `drawn` ids, and a small tokenizer."""
-    sequences: Any = (_sequence(ids) if isinstance(ids, int)
-                      else [_sequence(i) for i in ids] * (210 if many else 1))
+    sequences: Any = _sequence(ids) if isinstance(ids, int) else [_sequence(i) for i in ids]
+    if many and isinstance(ids, tuple) and sum(map(len, sequences)) < 64:
+        sequences = sequences * 210
     if drawn:
         gen = torch.Generator().manual_seed(seed)
         sequences = torch.randint(0, 273, (drawn,), generator=gen).tolist()

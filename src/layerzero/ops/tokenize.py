@@ -125,7 +125,7 @@ _TYPED = ("say hel", "l", "o w", "orld and t", "he", "  ", " 1", "2", "'", "s <"
           "s", "> e", "\u0301", " 👩", "\u200d👧", "\n", "\n the ", "end")
 
 
-MANY = 210                                     # times the texts
+MANY, SHORT = 210, 64                          # times the texts, where they are short
 
 
 @lru_cache(maxsize=16)
@@ -150,7 +150,9 @@ def inputs(
     tokenizer = _tiny_tokenizer(template, pad, variant)
     prefix = "the hell " * 79 if beginning == "long" else ""
     texts = (_text(text, prefix) if isinstance(text, int)
-             else [_text(i, prefix) for i in text] * (MANY if many else 1))
+             else [_text(i, prefix) for i in text])
+    if many and isinstance(texts, list) and sum(map(len, texts)) < SHORT:
+        texts = texts * MANY
     if random or drawn:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))

@@ -315,6 +315,11 @@ def deterministic_mode() -> tuple[bool, bool, bool]:
             torch._C._get_deterministic_fill_uninitialized_memory())
 
 
+def _put_back_deterministic(before: tuple[bool, bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+    torch._C._set_deterministic_fill_uninitialized_memory(before[2])
+
+
 _SETTINGS: tuple[Setting, ...] = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("the default device", _default_device, _put_back_default_device),
@@ -324,7 +329,7 @@ _SETTINGS: tuple[Setting, ...] = (
             parts=("of the CPU", "of CUDA", "its cache")),
     Setting("a mode of torch", _modes, parts=("function modes", "dispatch modes", "inference mode",
                                               "anomaly mode")),
-    Setting(DETERMINISTIC, deterministic_mode, parts=("algorithms", "warn only",
+    Setting(DETERMINISTIC, deterministic_mode, _put_back_deterministic, parts=("algorithms", "warn only",
                                                            "filling fresh memory")),
     Setting("the precision of float32 products", torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision),

@@ -329,8 +329,8 @@ _SETTINGS: tuple[Setting, ...] = (
             parts=("of the CPU", "of CUDA", "its cache")),
     Setting("a mode of torch", _modes, parts=("function modes", "dispatch modes", "inference mode",
                                               "anomaly mode")),
-    Setting(DETERMINISTIC, deterministic_mode, _put_back_deterministic, parts=("algorithms", "warn only",
-                                                           "filling fresh memory")),
+    Setting(DETERMINISTIC, deterministic_mode, _put_back_deterministic,
+            parts=("algorithms", "warn only", "filling fresh memory")),
     Setting("the precision of float32 products", torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision),
     Setting("a TF32 or reduced-precision flag", _cuda_precision, parts=(

@@ -1,5 +1,5 @@
-"""Kernels that are right in every call alone and break a promise around it: in the backward, between
-forward and backward, in what they keep of an earlier call, in what they leave of the process.
+"""Kernels that are right in every call alone and break a promise around it: in the backward or
+before it, in what they keep of an earlier call, in what they leave of the process.
 """
 
 from __future__ import annotations

@@ -301,11 +301,12 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results],
                                 allow_unused=True)
 
-    inputs = [v for v in values.values() if isinstance(v, Tensor)]
+    inputs, ran = [v for v in values.values() if isinstance(v, Tensor)], False
     try:
         began = time.thread_time()
         for _ in range(calls // 10):           # what autograd sets up is no leak
             run()
+            ran = True
         if time.thread_time() - began > calls // 10 * SLOW_BACKWARD_S:
             calls //= 4
         # a graph is garbage that is due; and a heap may grow once
@@ -313,9 +314,22 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
         for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):
             leak = leak or (_count_memory(work, device, count, inputs, collect=True)
                             and _count_memory(work, device, CONFIRMING, inputs, collect=True))
+        found = ("leak", leak) if leak else ("result", _find_kept_results(forward))
     except FAULTS as e:                        # the gradients have checks of their own
-        return result("skipped", detail=str(reason_of(e, classify(e))))
-    return result("failed", "leak", leak) if leak else result("passed")
+        return result("failed" if ran else "skipped", "gradient" if ran else "",
+                      str(reason_of(e, classify(e))))
+    return result("failed", *found) if found[1] else result("passed")
+
+
+def _find_kept_results(forward: Callable[[], list[Tensor]]) -> str:
+    """Returns that results live on where nobody has them, and their graph with them."""
+    results = forward()
+    alive = [StorageWeakRef(r.untyped_storage()) for r in results if r.numel()]
+    del results
+    if not all(storage.expired() for storage in alive):
+        gc.collect()                           # a graph may be garbage that is due
+    return next((f"the kernel still holds the memory of result {i}"
+                 for i, storage in enumerate(alive) if not storage.expired()), "")
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

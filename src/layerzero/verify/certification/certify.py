@@ -39,9 +39,18 @@ from ...world.registry.certificates import Certificate, contract_of
 from ..cases.generated import case_key, is_costly
 from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
-from ..kernel.contract import CaseResult, case_tensors, check_case
+from ..kernel.contract import (
+    CaseResult,
+    case_tensors,
+    case_values,
+    changed_by_formula,
+    check_case,
+)
+from ..kernel.gradients import check_gradients
+from ..kernel.process_state import ONCE, process_state, put_back
 from .capture import certificate_fields
 from .checks import COMPILES_S, absence, checks_of
+from .circumstances.content_circumstances import check_contents
 from .coverage import NOTHING, Coverage, measure_coverage
 from .non_finite import nan_propagates
 
@@ -52,6 +61,7 @@ JIT_QUICK_S, JIT_ALL_S = 20.0, 30.0
 # A case in which a kernel takes longer is not asked again at another dtype; nor are others of as
 # many heads or rows, where it is these that take long.
 SLOW_CASE_S = 0.25
+WATCHED = (check_case, check_contents, check_gradients)    # they look at the process themselves
 OUTRIGHT_FAILURES = 100                        # that may hide others from a diagnosis
 
 
@@ -127,6 +137,8 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     cut_short, slow = "", SlowCases(kernel.op)
     with warnings.catch_warnings(), _allow_recompiles(kernel, device):
         warnings.simplefilter("ignore")
+        # so that a kernel which ignores all changes what is shown
+        warnings.filterwarnings("ignore", message="first of the filters")
         checks = checks_of(kernel, device, lane, LANES[lane] if seeds is None else seeds)
         while (check := _next_check(kernel, checks)) is not None:
             case = _plain_case(check) if lane == "quick" and not kernel.jit else None
@@ -215,12 +227,30 @@ def _guarded_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResul
     """Runs a check. What escapes from it, as from a formula with inputs that a kernel has spoilt,
     is a result of this kernel."""
     try:
-        return check()
+        if getattr(check, "func", check) in WATCHED:
+            return check()
+        return _watched_check(kernel, check)
     except FAULTS as e:
         arguments = getattr(check, "args", ())
         case = next((a for a in arguments if isinstance(a, Mapping)), {})
         return CaseResult(kernel.id, case, kernel.op.dtypes[0], "failed", kinds=("fault",),
                           detail=f"the check itself ended in {type(e).__name__}: {e}")
+
+
+def _watched_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResult:
+    """Runs a check that does not look at the process itself, of a kernel that compiles nothing."""
+    device = next((a for a in getattr(check, "args", ()) if isinstance(a, str) and a[:4] == "cuda"),
+                  "cpu")
+    state = process_state(device)
+    result = check()
+    changed = [name for name in put_back(state, device) if name not in ONCE]
+    if not changed or kernel.jit or kernel.package or not result.passed:
+        return result
+    values = case_values(kernel.op, kernel.op.cases[0], result.dtype, device)
+    excused = changed_by_formula(kernel.op, values, device)
+    changed = [name for name in changed if name not in excused]
+    return replace(result, status="failed", kinds=("global state",),
+                   detail=f"{changed[0]} changed during the calls") if changed else result
 
 
 def _diagnosis(kernel: Kernel, results: Sequence[CaseResult], device: str) -> Diagnosis | None:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ from ..kernel.gradients import (
     gradient_cases,
     has_plain_gradients,
 )
+from ..kernel.process_state import functions_of_torch, put_back_functions
 from .calls import (
     Budget,
     check_many_backwards,
@@ -67,6 +69,7 @@ from .circumstances.argument_circumstances import (
     argument_circumstances,
     checks_without_others,
 )
+from .circumstances.backward_circumstances import backward_checks
 from .circumstances.call_circumstances import (
     Expanded,
     WithArgument,
@@ -75,12 +78,16 @@ from .circumstances.call_circumstances import (
 )
 from .circumstances.content_circumstances import check_contents, content_checks
 from .circumstances.row_circumstances import OtherLayout
-from .circumstances.use_circumstances import after_inference_checks, rows_in_order_checks
+from .circumstances.use_circumstances import (
+    after_inference_checks,
+    generator_checks,
+    rows_in_order_checks,
+)
 from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
-from .random_sources import default_generator_checks
 from .threads import check_interrupted, check_threads
+from .unused_places import unused_place_checks
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
@@ -94,11 +101,28 @@ HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 def checks_of(kernel: Kernel, device: str, lane: str,
               seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
     """Yields the checks of a kernel, those first that find most."""
-    op = kernel.op
     absent = absence(kernel, device)
     if absent is not None:
-        yield partial(CaseResult, kernel.id, {}, op.dtypes[0], "skipped", (absent,))
+        yield partial(CaseResult, kernel.id, {}, kernel.op.dtypes[0], "skipped", (absent,))
         return
+    functions = functions_of_torch()
+    yield from _checks_by_seed(kernel, device, lane, seeds)
+    if not (kernel.jit or kernel.package):     # an import or a compiler may have reasons
+        yield partial(_check_functions, kernel, functions)
+
+
+def _check_functions(kernel: Kernel, functions: dict[str, dict[str, Any]]) -> CaseResult:
+    """Checks that torch's functions are those that they were before the first check."""
+    replaced = put_back_functions(functions)
+    name = "after all calls"
+    return CaseResult(kernel.id, {}, kernel.op.dtypes[0], "failed" if replaced else "passed",
+                      detail=f"{replaced[0]} is another function now" if replaced else "",
+                      circumstance=name, kinds=("global state",) if replaced else ())
+
+
+def _checks_by_seed(kernel: Kernel, device: str, lane: str,
+                    seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
+    op = kernel.op
     for seed in seeds:
         cases = cases_for(op, lane, seed)
         argument_cases, _ = find_argument_cases(kernel, lane, [hardware.probe(device).facts()],
@@ -250,7 +274,6 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
         yield from checks_without_others(kernel, cells, device, seed)
         yield from rows_in_order_checks(kernel, cells, device, seed)
         yield from content_checks(kernel, device, seed)
-        yield from default_generator_checks(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
     first = True
@@ -276,6 +299,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
         first = first and not ranked
     if not _is_formula(kernel, lane):          # last: what is kept of any call shows in others too
         yield from after_inference_checks(kernel, device, seed)
+        yield from generator_checks(kernel, device, seed)
 
 
 def _is_due(circumstance: Circumstance, seed: int) -> bool:
@@ -317,6 +341,8 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                   *non_finite_cells(kernel, cells, device, seed)]
     yield from (partial(check_non_finite, kernel, *cell, device, seed)
                 for i, cell in enumerate(not_finite) if cell not in not_finite[:i])
+    if kernel.backend != "reference":
+        yield from unused_place_checks(kernel, device, seed)
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":
@@ -433,5 +459,6 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
     if not _is_formula(kernel, lane):
+        yield from backward_checks(kernel, device, seed)
         yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,
                             seed) for case in cases[:1])

@@ -92,6 +92,7 @@ from .shared import (
 from .shared import upcast as upcast
 from .shared import with_own_generators as with_own_generators
 
+UNREPEATABLE = ".*does not have a deterministic implementation.*"
 RETRIES = 6                                    # with other seeds, of what is just outside
 HALF = {torch.float16, torch.bfloat16}
 SMALL = 4.0                                    # a case of so many times the default sizes
@@ -357,8 +358,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("skipped", reasons)
     try:
         with warnings.catch_warnings(), torch.no_grad(), circumstance.around(device):
-            warnings.filterwarnings("ignore",
-                                    message=".*does not have a deterministic implementation.*")
+            warnings.filterwarnings("ignore", message=UNREPEATABLE)
             prepared = circumstance.before(kernel, values, partial(
                 case_values, op, case, dtype, device, seed + 1))
             if prepared is None:

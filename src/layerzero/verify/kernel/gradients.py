@@ -23,11 +23,11 @@ from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from .circumstance import AS_DECLARED, Circumstance
 from .contract import (
-    AS_DECLARED,
     RETRIES,
+    UNREPEATABLE,
     CaseResult,
-    Circumstance,
     call,
     case_outline,
     case_values,
@@ -39,7 +39,7 @@ from .contract import (
     upcast,
 )
 from .error_budget import UNITS, rounding_budget, terms_of
-from .guarded import find_changes, snapshot, with_layout
+from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layout
 from .judging import ROUNDINGS, judge_result
 from .process_state import COMPILING, ONCE, process_state, put_back
 from .results import Complaint, storage_address
@@ -111,8 +111,9 @@ def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "",
     """Returns the values with requires_grad, with their strides; or with `only` one of them; and
     `also` with one that need not have it."""
     names = (only,) if only else (*op.differentiable, also)
-    return {name: v.detach().requires_grad_() if name in names and isinstance(v, Tensor)
-            and v.is_floating_point()
+    by_id: dict[int, Tensor] = {}              # one tensor may be given twice
+    return {name: by_id.setdefault(id(v), v.detach().requires_grad_())
+            if name in names and isinstance(v, Tensor) and v.is_floating_point()
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
 
 
@@ -163,7 +164,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     arguments = altered.alter(op, case_values(op, case, dtype, device, seed))
     if arguments is None:
         return result("skipped", detail="does not apply")
-    values = requiring_grad(op, arguments, only, also)
+    values = guarded(requiring_grad(op, arguments, only, also))
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -178,9 +179,9 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
-    contents = fingerprint(values)
+    contents, grads_before = fingerprint(values), snapshot(_named(output_grads))
     expected: ExpectedGradients = compute_once(
-        op, contents and ("gradients", contents, _wanting(values), summed, source,
+        op, contents and ("gradients", contents, _wanting(values), summed, source, given.name,
                           tuple((r.shape, r.dtype) for r in results)),
         lambda: _expected_gradients(op, values, output_grads))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
@@ -194,13 +195,16 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
-    complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
-    changed = {name for name in put_back(state, device) if name not in (*ONCE, *COMPILING)}
+    complaints = [Complaint("in-place change", text)
+                  for text in (*find_changes(values, before),
+                               *find_changes(_named(output_grads), grads_before))]
+    changed = {name for name in put_back(state, device)
+               if name not in ONCE and not (kernel.jit and name in COMPILING)}
     if changed:
         changed -= set(changed_by_formula(op, values, device))
     complaints += [Complaint("global state", f"{name} changed during forward and backward")
                    for name in sorted(changed)]
-    complaints += _shared_gradients(runs[0], runs[1], (*values.values(), *results, *output_grads))
+    complaints += _shared_gradients(runs[0], runs[1], values, results, output_grads)
     worst: Errors = (0.0, 0.0, 0.0)
     compared = ([r.detach() for r in results],) * 2
     for i, four_results in enumerate(zip(*compared, expected.exact, expected.eager)):
@@ -234,14 +238,27 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     return result("failed" if complaints else "passed", complaints, (), "", worst)
 
 
+def _named(output_grads: Sequence[Tensor | None]) -> dict[str, Any]:
+    return {f"the gradient of result {i}": g for i, g in enumerate(output_grads)}
+
+
 def _shared_gradients(first: Mapping[str, Tensor], second: Mapping[str, Tensor],
-                      others: Sequence[Any]) -> Iterator[Complaint]:
-    """Yields gradients that two backward passes wrote to the same memory."""
-    known = {storage_address(t) for t in others if isinstance(t, Tensor)}
+                      values: Mapping[str, Any], results: Sequence[Any],
+                      output_grads: Sequence[Tensor | None]) -> Iterator[Complaint]:
+    """Yields gradients that two backward passes wrote to the same memory, or that are inputs or
+    results: what is added to them later is added to those. One that is passed on is no fault."""
+    passed_on = {storage_address(t) for t in output_grads if t is not None}
+    others = {storage_address(t): name for name, t in (
+        *values.items(), *((f"result {i}", r) for i, r in enumerate(results)))
+        if isinstance(t, Tensor) and t.numel()}
     for name in first:
         address = storage_address(first[name])
-        if first[name].numel() and address == storage_address(second[name]) \
-                and address not in known:
+        if not first[name].numel() or address in passed_on:
+            continue
+        if address in others:
+            yield Complaint("aliasing", f"the gradient of {name} shares memory with "
+                                        f"{others[address]}")
+        elif address == storage_address(second[name]):
             yield Complaint("aliasing", f"the gradient of {name} shares memory with that of "
                                         "another backward pass")
 
@@ -280,9 +297,7 @@ class ExpectedGradients(NamedTuple):
 def _expected_gradients(op: Op, values: Mapping[str, Any],
                         output_grads: Sequence[Tensor | None]) -> ExpectedGradients:
     # those alone: a cache of one byte an element has no gradient, its upcast copy would
-    wide_values = {n: v.detach().requires_grad_(values[n].requires_grad)
-                   if isinstance(v, Tensor) and v.is_floating_point() else v
-                   for n, v in upcast(values).items()}
+    wide_values = _leaves(upcast(values), values)
     eager, exact = formula(op, values), formula(op, wide_values)
     wide_grads = [w if w is None else w.double() for w in output_grads]
     grads = (_backward(wide_values, exact, wide_grads, keep=False),
@@ -292,6 +307,13 @@ def _expected_gradients(op: Op, values: Mapping[str, Any],
                              [r.detach().clone() for r in eager],
                              [r.requires_grad for r in eager],
                              *({n: g.clone() for n, g in side.items()} for side in grads))
+
+
+def _leaves(others: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same numbers in another dtype; a tensor that is given twice stays one."""
+    by_id: dict[int, Tensor] = {}
+    return {n: by_id.setdefault(id(values[n]), v.detach().requires_grad_(values[n].requires_grad))
+            if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in others.items()}
 
 
 def _wanting(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -345,9 +367,7 @@ def _rounding_budgets(op: Op, values: Mapping[str, Any], output_grads: Sequence[
     weights = [w if w is None else w.double() for w in output_grads]
 
     def gradients(rounded: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        leaves = {n: v.detach().requires_grad_(values[n].requires_grad)
-                  if isinstance(v, Tensor) and v.is_floating_point() else v
-                  for n, v in rounded.items()}
+        leaves = _leaves(rounded, values)
         with torch.enable_grad():
             return tuple(_backward(leaves, formula(op, leaves), weights, keep=False).values())
 
@@ -383,9 +403,11 @@ def _passes(op: Op, dtype: str, values: Mapping[str, Any], results: Sequence[Ten
     if dtype == op.dtypes[0]:                  # how it lies in memory is the same for all of them
         layouts |= {"as a part of wider rows": partial(with_layout, layout="padded"),
                     "with its second dimension last in memory": _channels_last}
-    runs = [_backward(values, results, grads) for grads in (
-        output_grads, output_grads, *(_laid_out(output_grads, layout)
-                                      for layout in layouts.values()))]
+    runs = [_backward(values, results, output_grads) for _ in range(2)]
+    with warnings.catch_warnings(), poisoned_memory():
+        warnings.filterwarnings("ignore", message=UNREPEATABLE)
+        runs += [_backward(values, results, _laid_out(output_grads, layout))
+                 for layout in layouts.values()]
     return runs, ["", *(f", given one {how}," for how in layouts)]
 
 

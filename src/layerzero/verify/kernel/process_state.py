@@ -8,6 +8,7 @@ import ctypes
 import gc
 import importlib
 import locale
+import logging
 import os
 import random
 import signal
@@ -42,10 +43,13 @@ class Setting(NamedTuple):
     put_back: Callable[[Any], None] | None = None
     slow: bool = False                         # read before and after a case, not around each call
     once: bool = False                         # a first call may change it: only twice is a fault
+    imports: bool = False                      # an import may change it, which its last part tells
     parts: tuple[str, ...] = ()                # names of what it holds, where that is a tuple
 
     def differences(self, before: Any, after: Any) -> list[str]:
         """Returns the names of what differs; the setting's own where it holds one thing."""
+        if self.imports:
+            return [self.name] if before[:-1] != after[:-1] and before[-1] == after[-1] else []
         if isinstance(before, dict) and isinstance(after, dict):
             names = sorted(os.fsdecode(n) for n in before.keys() | after.keys()
                            if (n in before, before.get(n)) != (n in after, after.get(n)))
@@ -216,19 +220,70 @@ def _put_back_functions(before: dict[str, Any]) -> None:
     vars(torch.nn.functional).update(before)
 
 
+_PLACES: dict[str, Any] = {"torch": torch, "torch.Tensor": torch.Tensor}
+
+
+def functions_of_torch() -> dict[str, dict[str, Any]]:
+    """Returns those of torch itself and of tensors, which take too long to read around a call."""
+    return {name: dict(vars(place)) for name, place in _PLACES.items()}
+
+
+def put_back_functions(before: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns and puts back the names that stand for something else now; what torch finds on first
+    use is new."""
+    now = functions_of_torch()
+    replaced = [(place, name) for place, old in before.items() if old != now[place]
+                for name, function in old.items()
+                if callable(function) and now[place].get(name) is not function]
+    for place, name in replaced:
+        setattr(_PLACES[place], name, before[place][name])
+    return [f"{place}.{name}" for place, name in replaced]
+
+
 def _numpy_errors() -> Any:
     numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.geterr()
+    return None if numpy is None else numpy.geterr(), len(sys.modules)
 
 
-def _put_back_numpy_errors(before: dict[str, str] | None) -> None:
-    if before is not None:
-        sys.modules["numpy"].seterr(**before)
+def _put_back_numpy_errors(before: tuple[dict[str, str] | None, int]) -> None:
+    if before[0] is not None:
+        sys.modules["numpy"].seterr(**before[0])
 
 
-def _put_back_filters(before: list[Any]) -> None:
-    warnings.filters[:] = before               # type: ignore[index]
+def _filters() -> tuple[list[Any], int]:
+    return list(warnings.filters), len(sys.modules)
+
+
+def _put_back_filters(before: tuple[list[Any], int]) -> None:
+    warnings.filters[:] = before[0]            # type: ignore[index]
     warnings._filters_mutated()                # type: ignore[attr-defined]
+
+
+_ROOT = logging.getLogger()
+_PRINTING: Any = torch._tensor_str.PRINT_OPTS
+_EINSUM: Any = torch.backends.opt_einsum
+_AUTOGRAD: Any = torch._C._autograd
+
+
+def _seldom_set() -> tuple[Any, ...]:
+    return (gc.get_threshold(), _ROOT.manager.disable, _ROOT.level, len(_ROOT.handlers), sys.stdout,
+            sys.stderr, tuple(vars(_PRINTING).values()), torch._C._is_multithreading_enabled(),
+            torch._C._get_warnAlways(), _EINSUM.enabled, _EINSUM.strategy, sys.getdlopenflags(),
+            _AUTOGRAD._saved_tensors_hooks_is_enabled(), threading.excepthook)
+
+
+def _put_back_seldom_set(before: tuple[Any, ...]) -> None:
+    gc.set_threshold(*before[0])
+    logging.disable(before[1])
+    _ROOT.setLevel(before[2])
+    sys.stdout, sys.stderr = before[4:6]
+    for name, value in zip(vars(_PRINTING), before[6]):
+        setattr(_PRINTING, name, value)
+    torch._C._set_multithreading_enabled(before[7])
+    torch._C._set_warnAlways(before[8])
+    _EINSUM.enabled, _EINSUM.strategy = before[9:11]
+    sys.setdlopenflags(before[11])
+    threading.excepthook = before[13]
 
 
 def _open_files() -> int:
@@ -254,9 +309,15 @@ def _switch_collector(on: bool) -> None:
 DETERMINISTIC, INTERPRETER = "deterministic mode", "the interpreter"
 
 
-def deterministic_mode() -> tuple[bool, bool]:
+def deterministic_mode() -> tuple[bool, bool, bool]:
     return (torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled())
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch._C._get_deterministic_fill_uninitialized_memory())
+
+
+def _put_back_deterministic(before: tuple[bool, bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+    torch._C._set_deterministic_fill_uninitialized_memory(before[2])
 
 
 _SETTINGS: tuple[Setting, ...] = (
@@ -268,7 +329,8 @@ _SETTINGS: tuple[Setting, ...] = (
             parts=("of the CPU", "of CUDA", "its cache")),
     Setting("a mode of torch", _modes, parts=("function modes", "dispatch modes", "inference mode",
                                               "anomaly mode")),
-    Setting(DETERMINISTIC, deterministic_mode, parts=("algorithms", "warn only")),
+    Setting(DETERMINISTIC, deterministic_mode, _put_back_deterministic,
+            parts=("algorithms", "warn only", "filling fresh memory")),
     Setting("the precision of float32 products", torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision),
     Setting("a TF32 or reduced-precision flag", _cuda_precision, parts=(
@@ -278,6 +340,11 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("oneDNN", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     Setting("the engine of quantized products", torch._C._get_qengine, torch._C._set_qengine),
     Setting("a function of torch", _functions, _put_back_functions, slow=True),
+    Setting("what is seldom set", _seldom_set, _put_back_seldom_set, slow=True, parts=(
+        "thresholds of the garbage collector", "what the log shows", "level of the log",
+        "handlers of the log", "stdout", "stderr", "how tensors are printed", "threads of autograd",
+        "warnings of torch", "opt_einsum", "its strategy", "how libraries are opened",
+        "hooks of saved tensors", "excepthook of threads")),
     Setting("the mask of new files", _umask, _put_back_umask, slow=True),
     Setting("cuDNN", lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(),
                               torch._C._get_cudnn_deterministic()),
@@ -295,9 +362,8 @@ _SETTINGS: tuple[Setting, ...] = (
         "profile", "excepthook", "module path")),
     Setting("the cores that this thread may use", _cores, _put_back_cores),
     Setting("how often threads are switched", sys.getswitchinterval, sys.setswitchinterval),
-    Setting("the warnings that are shown", lambda: list(warnings.filters), _put_back_filters,
-            once=True),
-    Setting("numpy's treatment of errors", _numpy_errors, _put_back_numpy_errors, once=True),
+    Setting("the warnings that are shown", _filters, _put_back_filters, imports=True),
+    Setting("numpy's treatment of errors", _numpy_errors, _put_back_numpy_errors, imports=True),
     Setting("the number of Python threads", threading.active_count, once=True),
     Setting("the number of open files", _open_files, once=True),
 )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.formulas.block_masks import is_block_mask
 from .process_state import holders
 
 
@@ -54,8 +55,25 @@ def find_aliasing(runs: Sequence[tuple[Any, ...]],
         if any(isinstance(u, Tensor) and u.numel() and storage_address(u) == storage_address(t)
                for other in runs[1:] for u in other):
             yield Complaint("aliasing", f"result {i} shares memory with the result of another call")
+        for j, other in enumerate(runs[0][:i]):
+            if (isinstance(other, Tensor) and other.numel()
+                    and storage_address(other) == storage_address(t) and _overlap(other, t)):
+                yield Complaint("aliasing", f"result {i} shares memory with result {j}")
         if t.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
             yield Complaint("aliasing", f"result {i} has several indices for one element of memory")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Do two tensors of one storage have a byte in common? Halves of one buffer have none."""
+    used = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+    for t in (a, b):
+        size = t.element_size()
+        places = used.as_strided((*t.shape, size), (*(s * size for s in t.stride()), 1),
+                                 t.storage_offset() * size)
+        if bool(places.any()):
+            return True
+        places.fill_(True)
+    return False
 
 
 def storage_address(t: Tensor) -> int:
@@ -72,14 +90,16 @@ def find_foreign_memory(results: Sequence[Any], values: Mapping[str, Any]) -> It
     kinds = {type(v) for v in inputs} | {Tensor}
     inference = torch.is_inference_mode_enabled() or any(v.is_inference() for v in inputs)
     recording = torch.is_grad_enabled()
+    # a mask of a function may have a tensor of its own
+    wanted = any(v.requires_grad for v in inputs) or any(map(is_block_mask, values.values()))
     for i, t in enumerate(tensors):
         if type(t) not in kinds or isinstance(t, torch.nn.Parameter):
             yield Complaint("result", f"result {i} is a {type(t).__name__}, not a plain tensor")
         if t.is_inference() and not inference:
             yield Complaint("result", f"result {i} is an inference tensor, which autograd refuses")
-        if t.requires_grad and not recording:
+        if t.requires_grad and not (recording and wanted):
             yield Complaint("result", f"result {i} requires a gradient where none is recorded")
-        if recording or not t.numel():
+        if (recording and wanted) or not t.numel():
             continue                           # autograd may keep what it needs
         storage = t.untyped_storage()
         address = storage.data_ptr()

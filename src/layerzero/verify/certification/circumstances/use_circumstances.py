@@ -1,5 +1,5 @@
-"""Calls for which a kernel may take a short way: rows of a table that lie one after another, and a
-call that records gradients after one in inference mode.
+"""Calls for which a kernel may take a short way: rows of a table that lie one after another, a
+call that records gradients after one in inference mode, draws from a generator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...kernel.circumstance import Circumstance
 from ...kernel.contract import (
     SMALL,
     CaseResult,
+    bind_call,
     call,
     case_refusals,
     case_tensors,
@@ -38,6 +39,8 @@ from .table_circumstances import Table, tables_in
 
 Values = dict[str, Any]
 INFERENCE_CASES = 3
+GENERATOR, DRAWING_CASES, SEED = "generator", 2, 20_241
+RANDOM_NUMBERS = ("uniforms", "seed", "seed_rows")     # which come before a generator
 LARGER_SEED = 50                               # of which no check has the sizes
 NEW_SIZE, NEW_SIZES = 291, 2                    # more than a case has; how many of a case are tried
 
@@ -93,6 +96,71 @@ def _reads_named_rows(op: Op, values: Values, table: Table) -> bool:
         others[name] = t
     with torch.no_grad():
         return all(map(same, formula(op, values), formula(op, others)))
+
+
+def generator_checks(kernel: Kernel, device: str,
+                     seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the first cases that can draw from a generator. Those of a library are its own."""
+    op = kernel.op
+    if not any(p.name == GENERATOR for p in op.params) or kernel.package or device != "cpu":
+        return
+    drawing = (case for case in op.cases if relative_size(op, case) <= SMALL
+               and not case_refusals(kernel, case, op.dtypes[0], device, seed) and _draw(partial(
+                   _reference, op), _drawing(case_values(op, case, op.dtypes[0], device, seed)))[1])
+    yield from (partial(check_generator, kernel, case, op.dtypes[0], device, seed)
+                for case in islice(drawing, DRAWING_CASES))
+
+
+def _reference(op: Op, values: Values) -> Any:
+    return op.reference(**values)              # with the generator itself, not a copy
+
+
+def _drawing(values: Values) -> Values:
+    return {**values, **{n: None for n in RANDOM_NUMBERS if n in values}}
+
+
+def _draw(function: Callable[[Values], Any], values: Values,
+          given: bool = True) -> tuple[tuple[Any, ...], bool]:
+    """Returns what is drawn from a generator, the caller's or torch's own, and whether that is in
+    another state afterwards."""
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(SEED)
+        generator = torch.Generator().manual_seed(SEED) if given else torch.default_generator
+        before = generator.get_state()
+        results = results_of(function({**values, GENERATOR: generator if given else None}))
+        return results, not torch.equal(before, generator.get_state())
+
+
+def check_generator(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                    seed: int = 0) -> CaseResult:
+    """Checks that what is drawn from a generator is drawn from that one: else the next call has
+    the same numbers, or nobody can repeat it."""
+    op = kernel.op
+    values = _drawing(case_values(op, case, dtype, device, seed))
+
+    def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail, seed=seed,
+                          circumstance="drawing from a generator",
+                          kinds=("distribution",) if status == "failed" else ())
+
+    def run(values: Values) -> Any:
+        return bind_call(kernel, values)(*(values[p.name] for p in op.params))
+
+    reasons = refusals(kernel, {**values, GENERATOR: torch.Generator()})
+    if reasons:
+        return result("skipped", reasons=reasons)
+    for given in (True, False):
+        try:
+            want, _ = _draw(partial(_reference, op), values, given)
+            got, draws = _draw(run, values, given)
+        except FAULTS as e:
+            return result("failed", str(reason_of(e, classify(e))))
+        if not draws:
+            return result("failed", "the generator is as it was: the next call has its numbers")
+        if not same(got[0], want[0]):
+            return result("failed", "other tokens than the formula draws from "
+                                    f"{'this' if given else 'the default'} generator")
+    return result("passed")
 
 
 def after_inference_checks(kernel: Kernel, device: str,

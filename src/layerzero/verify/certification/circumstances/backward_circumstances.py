@@ -1,0 +1,136 @@
+"""Gradients of calls that are given otherwise, and of calls with something between the forward pass
+and its backward: another forward pass, or a tensor that is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....machine.faults import FAULTS
+from ....spec.kernel import Kernel
+from ...cases.generated import Case
+from ...kernel.case_sizes import relative_size
+from ...kernel.circumstance import Circumstance
+from ...kernel.contract import (
+    SMALL,
+    CaseResult,
+    call,
+    case_refusals,
+    case_tensors,
+    case_values,
+    case_values_to_read,
+    check_case,
+    refusals,
+    results_of,
+)
+from ...kernel.gradients import check_gradients, gradient_cases, requiring_grad
+from .argument_circumstances import AllStrided
+from .call_circumstances import Expanded, SharedTensor
+
+Values = dict[str, Any]
+ANOTHER_CALL, RESULT = "another forward pass", "a write to the result"
+
+
+def backward_checks(kernel: Kernel, device: str,
+                    seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the checks of the plainest and of the fullest gradient case."""
+    op, dtype = kernel.op, kernel.op.dtypes[0]
+    accepted = [c for c in gradient_cases(op) if not case_refusals(kernel, c, dtype, device, seed)]
+    if not accepted:
+        return
+    fullest = max(accepted, key=lambda c: len(case_tensors(op, c, dtype, device, seed)))
+    yield from (partial(check_between, kernel, case, dtype, device, seed)
+                for case in ((accepted[0], fullest) if fullest != accepted[0] else accepted[:1]))
+    yield from (partial(check_gradients, kernel, fullest, dtype, device, seed, altered=given)
+                for given in (AllStrided("transposed"), *(Expanded(op.main_tensor, dim)
+                                                          for dim in range(2))))
+    for a, b in combinations(op.same_dtype or op.differentiable, 2):
+        given = SharedTensor(a, b)
+        for case in _able(kernel, given, dtype, device, seed):
+            yield partial(check_case, kernel, case, dtype, device, seed, given)
+            yield partial(check_gradients, kernel, case, dtype, device, seed, altered=given)
+
+
+def _able(kernel: Kernel, given: Circumstance, dtype: str, device: str,
+          seed: int) -> Iterator[Case]:
+    """Yields the first of the op's own cases that can be given so."""
+    op = kernel.op
+    return islice((case for case in op.cases if relative_size(op, case) <= SMALL
+                   and not case_refusals(kernel, case, dtype, device, seed)
+                   and given.alter(op, case_values_to_read(op, case, dtype, device, seed))), 1)
+
+
+def check_between(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                  seed: int = 0) -> CaseResult:
+    """Checks that a backward gives what it gives at once, or raises, where something is between:
+    what the forward pass has saved is its own, or has a version that autograd looks at."""
+    op = kernel.op
+
+    def result(status: str, between: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
+                          circumstance=f"backward after {between or 'other work'}", seed=seed,
+                          kinds=("gradient",) if status == "failed" else ())
+
+    def values_of(seed: int) -> Values:
+        return requiring_grad(op, case_values(op, case, dtype, device, seed))
+
+    reasons = refusals(kernel, values_of(seed))
+    if reasons:
+        return result("skipped", reasons=reasons)
+    try:
+        alone = _gradients(kernel, values_of(seed))
+    except FAULTS:                             # the gradients have checks of their own
+        return result("skipped", detail="has no gradient")
+    rtol, atol = (8 * t for t in op.tolerance.of(dtype))
+    tensors = case_tensors(op, case, dtype, device, seed)
+    for between in (ANOTHER_CALL, *(f"a write to {name}" for name in tensors), RESULT):
+        try:
+            after = _gradients(kernel, values_of(seed), partial(
+                _interfere, kernel, between, values_of(seed + 1)))
+        except FAULTS:                         # autograd has seen it
+            continue
+        wrong = next((n for n, g in alone.items() if not _alike(g, after[n], rtol, atol)), None)
+        if wrong is not None:
+            return result("failed", between, f"another gradient of {wrong} after {between}, and no "
+                                             "error")
+    return result("passed")
+
+
+def _gradients(kernel: Kernel, values: Values,
+               between: Callable[[Values, Sequence[Tensor]], None] | None = None
+               ) -> dict[str, Tensor | None]:
+    with torch.enable_grad():
+        results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
+        weights = [torch.linspace(-1, 2, r.numel(), device=r.device).view(r.shape).to(r)
+                   for r in results]
+        if between is not None:
+            between(values, results)
+        wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+        return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), weights,
+                                                    allow_unused=True)))
+
+
+def _interfere(kernel: Kernel, between: str, others: Values, values: Values,
+               results: Sequence[Tensor]) -> None:
+    if between == ANOTHER_CALL:
+        if not refusals(kernel, others):
+            call(kernel, others)
+        return
+    written = results if between == RESULT else [values[between.removeprefix("a write to ")]]
+    with torch.no_grad():
+        for t in written:
+            if t.numel() and 0 not in t.stride() and (t.dtype.itemsize > 1
+                                                      or t.dtype == torch.bool):
+                t.copy_(t * -0.5 + 0.25 if t.is_floating_point() else t.flip(0))
+
+
+def _alike(a: Tensor | None, b: Tensor | None, rtol: float, atol: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.allclose(b.double(), a.double(), rtol=rtol, atol=atol, equal_nan=True)

@@ -13,7 +13,7 @@ from layerzero.verify.certification.circumstances.dtype_circumstances import (
     SecondDtypes,
 )
 from layerzero.verify.certification.circumstances.text_circumstances import TokenizerOfEarlier
-from layerzero.verify.certification.random_sources import check_default_generator
+from layerzero.verify.certification.circumstances.use_circumstances import check_generator
 from layerzero.verify.kernel.contract import CaseResult, Circumstance, check_case
 from layerzero.verify.kernel.gradients import check_gradients
 
@@ -58,7 +58,7 @@ def test_a_gradient_of_wider_rows_is_given() -> None:
 
 
 def test_a_draw_without_a_seed_is_repeated_by_the_seed_of_torch() -> None:
-    found = found_by(check_default_generator, "draws_without_a_seed_are_its_own", {}, "float32")
+    found = found_by(check_generator, "draws_without_a_seed_are_its_own", {}, "float32")
     assert found.kinds == ("distribution",)
 
 

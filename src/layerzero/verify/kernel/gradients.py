@@ -181,7 +181,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
     contents, grads_before = fingerprint(values), snapshot(_named(output_grads))
     expected: ExpectedGradients = compute_once(
-        op, contents and ("gradients", contents, _wanting(values), summed, source, given.name,
+        op, contents and ("gradients", contents, _wanting(values), summed, source, altered.name,
                           tuple((r.shape, r.dtype) for r in results)),
         lambda: _expected_gradients(op, values, output_grads))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))

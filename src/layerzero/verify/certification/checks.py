@@ -39,6 +39,7 @@ from ..kernel.contract import (
     results_of,
 )
 from ..kernel.gradients import check_gradients, gradient_cases, has_plain_gradients
+from .backward_checks import backward_checks
 from .calls import (
     Budget,
     check_many_backwards,
@@ -66,7 +67,7 @@ from .circumstances.content_circumstances import check_contents, content_checks
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import after_inference_checks, rows_in_order_checks
 from .invariance import check_invariance
-from .non_finite import check_non_finite, non_finite_cells
+from .non_finite import check_non_finite, non_finite_cells, unused_row_checks
 from .threads import check_interrupted, check_threads
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
@@ -300,6 +301,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                   *non_finite_cells(kernel, cells, device, seed)]
     yield from (partial(check_non_finite, kernel, *cell, device, seed)
                 for i, cell in enumerate(not_finite) if cell not in not_finite[:i])
+    yield from unused_row_checks(kernel, cells, device, seed)
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":
@@ -380,5 +382,6 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
     if not _is_formula(kernel, lane):
+        yield from backward_checks(kernel, [sized(case, dtypes[0]) for case in cases], device, seed)
         yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,
                             seed) for case in cases[:1])

@@ -5,7 +5,8 @@ is chosen or counted beside them is what the formula chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,23 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.chosen_cells import Cell
 from ..cases.generated import given_arguments
+from ..kernel.case_sizes import relative_size
 from ..kernel.contract import (
+    SMALL,
     CaseResult,
     call,
+    case_contents,
     case_outline,
     case_refusals,
     case_values,
     eager_results,
+    formula,
     refusals,
     results_of,
 )
-from ..kernel.shared import fingerprint
+from ..kernel.gradients import requiring_grad
+from ..kernel.shared import compute_once, fingerprint
+from .circumstances.row_circumstances import if_finite
 
 Altered = tuple[str, dict[str, Any]]          # what is where, and the call with it
 NUMBERS = (math.nan, math.inf, -math.inf)
@@ -214,6 +221,73 @@ def non_finite_cells(kernel: Kernel, cells: Sequence[Cell], device: str,
             seen |= facts
             combined.add(facts)
             yield case, dtype
+
+
+def unused_row_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
+                      seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields for each tensor of numbers a call with rows of it that no result needs, as those of
+    padding, or the weight of an expert that no token has."""
+    op, seen = kernel.op, set[str]()
+    if kernel.backend == "reference" or is_of_others(kernel) or not op.differentiable:
+        return
+    for case, dtype in cells:
+        if (dtype != op.dtypes[0] or case not in op.cases or "stride" in case
+                or relative_size(op, case) > SMALL
+                or case_refusals(kernel, case, dtype, device, seed)):
+            continue
+        key = ("unused rows", *case_contents(case, dtype, device, seed))
+        unused = compute_once(op, key, partial(_unused_rows, op, case, dtype, device, seed))
+        yield from (partial(check_unused_rows, kernel, case, dtype, device, seed, name,
+                            unused[name]) for name in unused if name not in seen)
+        seen |= unused.keys()
+
+
+def _unused_rows(op: Op, case: Mapping[str, Any], dtype: str, device: str,
+                 seed: int) -> dict[str, Tensor]:
+    """Returns which rows of a tensor have no gradient, and may be NaN for the formula."""
+    values = case_values(op, case, dtype, device, seed)
+    if not any(isinstance(t, Tensor) and t.dtype in (torch.int32, torch.int64)
+               for t in values.values()):
+        return {}                              # nothing names rows: all are needed
+    wanting = requiring_grad(op, values)
+    wanted = {n: t for n, t in wanting.items() if isinstance(t, Tensor) and t.requires_grad
+              and t.dim() > 1 and t.numel()}
+    try:
+        with torch.enable_grad():
+            used = [r for r in formula(op, wanting) if _is_wide(r) and r.requires_grad]
+        grads = torch.autograd.grad(used, [*wanted.values()], [torch.ones_like(r) for r in used],
+                                    allow_unused=True) if used and wanted else ()
+    except FAULTS:                             # it has no gradient here
+        return {}
+    unused = {n: (g == 0).flatten(1).all(1) for n, g in zip(wanted, grads) if g is not None}
+    return {n: rows for n, rows in unused.items() if bool(rows.any()) and not bool(rows.all())
+            and if_finite(op, _with_nan_rows(values, n, rows)) is not None}
+
+
+def _with_nan_rows(values: Mapping[str, Any], name: str, rows: Tensor) -> dict[str, Any]:
+    t = values[name].clone()
+    t[rows] = torch.nan
+    return {**values, name: t}
+
+
+def check_unused_rows(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str, seed: int,
+                      name: str, rows: Tensor) -> CaseResult:
+    """Checks that NaN in rows that no result needs appears nowhere."""
+    op = kernel.op
+    values = _with_nan_rows(case_values(op, case, dtype, device, seed), name, rows)
+    complaint: tuple[str, str] | None = None
+    try:
+        with torch.no_grad():
+            want = eager_results(op, values, fingerprint(values))
+            complaint = _compare(op, want, results_of(call(kernel, values)), bool(kernel.package))
+    except loading.LoadFailed:
+        return CaseResult(kernel.id, case, dtype, "skipped", seed=seed)
+    except FAULTS as e:
+        complaint = "fault", str(reason_of(e, classify(e)))
+    return CaseResult(kernel.id, case, dtype, "failed" if complaint else "passed", seed=seed,
+                      detail=complaint[1] if complaint else "",
+                      circumstance=f"with NaN and infinity in rows of {name} that nothing needs",
+                      kinds=complaint[:1] if complaint else ())
 
 
 def _words(op: Op, values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:

@@ -2,8 +2,8 @@
 
 For each input that requires a gradient the error is at most `times_eager` x that of the eager
 formula's own gradient at the same dtype, plus the op's tolerance. The output gradient is passed
-once contiguous and once with gaps of NaN between its elements; inputs must be unchanged afterwards;
-the result of the forward pass is judged too.
+once contiguous and once with gaps of NaN between its elements, its rows in another order in memory;
+it and the inputs must be unchanged afterwards; the result of the forward pass is judged too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from .contract import (
+    AS_DECLARED,
     RETRIES,
     CaseResult,
+    Circumstance,
     call,
     case_values,
     changed_by_formula,
@@ -42,13 +44,14 @@ from .results import Complaint, storage_address
 from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
+MOST_WORDS = 8
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     """Returns the gradient cases the op declares, else its first cases, a sample of the rest and
-    the plainest for each argument that a case sets; and for each differentiable tensor that those
-    do not give, the first case that does."""
+    the plainest for each argument that a case sets, of a few words for each; and for each
+    differentiable tensor that those do not give, the first case that does."""
     return _gradient_cases(op)
 
 
@@ -59,9 +62,15 @@ def _gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     cases = op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
     sampled = () if op.gradient_cases else op.cases
     for name in dict.fromkeys(name for case in sampled for name in case):
-        plainest = min((case for case in op.cases if name in case), key=len)
-        if plainest not in cases:
-            cases = (*cases, plainest)
+        having = [case for case in op.cases if name in case]
+        words = {case[name] for case in having if type(case[name]) is str}
+        seen_words = {case.get(name) for case in cases}
+        plain = [min(having, key=len)]
+        if len(words) <= MOST_WORDS:           # an activation, not every format
+            plain += [min((c for c in having if c[name] == word), key=len)
+                      for word in sorted(words - seen_words)]
+        cases = (*cases, *(case for i, case in enumerate(plain)
+                           if case not in cases and case not in plain[:i]))
     seen = set().union(*(_wanted(op, case) for case in cases))
     for case in op.cases:
         missing = _wanted(op, case) - seen if seen < set(op.differentiable) else set()
@@ -105,11 +114,12 @@ def has_plain_gradients(op: Op, case: Mapping[str, Any], dtype: str, device: str
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,
-                    source: int | None = None) -> CaseResult:
+                    source: int | None = None, beside: Circumstance = AS_DECLARED) -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
     the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
-    the only one of several results that is used."""
+    the only one of several results that is used. `beside`: how the inputs are changed first."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
+    circumstance += f" with {beside.name}" if beside.name else ""
     circumstance += " from a sum" if summed else ""
     circumstance += "" if source is None else f" from result {source} alone"
 
@@ -123,7 +133,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
     if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
-    values = requiring_grad(op, case_values(op, case, dtype, device, seed), only)
+    plain = beside.alter(op, case_values(op, case, dtype, device, seed))
+    values = {} if plain is None else requiring_grad(op, plain, only)
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -148,18 +159,23 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     if lost:
         return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently "
                                                        "lost") for i in lost])
+    changes: list[str] = []
     try:
         if summed:
             with ThreadPoolExecutor(1) as pool:
                 runs = [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)]
         else:
+            given = {f"output gradient {i}": g for i, g in enumerate(output_grads)}
+            given_before = snapshot(given)
             runs = [_backward(values, results, grads)
                     for grads in (output_grads, output_grads, _with_gaps(output_grads))]
+            changes += [f"the {text}" for text in find_changes(given, given_before)]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
-    complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
+    complaints = [Complaint("in-place change", text)
+                  for text in (*find_changes(values, before), *changes)]
     changed = {name for name in put_back(state, device) if name not in (*ONCE, *COMPILING)}
     if changed:
         changed -= set(changed_by_formula(op, values, device))
@@ -191,7 +207,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed, source) for i in range(RETRIES)]
+                                   summed, source, beside) for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))
@@ -333,9 +349,14 @@ def _output_grads(results: Sequence[Tensor], summed: bool) -> list[Tensor | None
 
 
 def _with_gaps(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the same gradients with NaN between the elements."""
-    return [w if w is None else (w if (other := with_layout(w, "sparse")) is None else other)
-            for w in weights]
+    """Returns the same gradients with NaN between the elements; of several dimensions of rows the
+    first two exchanged in memory, as after a transposition of heads."""
+    def spread(w: Tensor) -> Tensor:
+        moved = w.transpose(0, 1) if w.dim() > 2 else w
+        other = with_layout(moved, "sparse")
+        return w if other is None else other.transpose(0, 1) if w.dim() > 2 else other
+
+    return [w if w is None else spread(w) for w in weights]
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],

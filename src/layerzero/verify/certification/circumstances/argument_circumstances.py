@@ -34,6 +34,7 @@ from ...kernel.contract import (
 from ...kernel.guarded import with_layout
 from ...kernel.judging import same
 from ...kernel.shared import fingerprint
+from .content_circumstances import OtherDtype
 from .grad_circumstances import long_sum_checks
 from .row_circumstances import LoudEnds, MemoryOrder, Narrowed, Shifted, ZeroRows, if_finite
 from .table_circumstances import long_table_checks
@@ -47,6 +48,7 @@ STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
 TRIES = 4                                      # of calls that may show a number
+NARROW = ("float16", "float64", "bfloat16")    # dtypes in the place of float32, in turn
 MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
 
@@ -255,20 +257,6 @@ class WithoutOthers(Circumstance):
         return {**values, **{p.name: p.default for p in others}}
 
 
-class OtherDtype(Circumstance):
-    """A tensor that need not have the dtype of the others in another one than the cases give."""
-
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"{tensor} in another dtype"
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        t = values[self.tensor]
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1:
-            return None
-        other = torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
-        return if_finite(op, {**values, self.tensor: t.to(other)})
-
-
 class UnusedPages(Circumstance):
     """Entries of a page table that no sequence uses, with numbers that are no pages."""
 
@@ -375,8 +363,9 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
     for name in op.tensors:
         if name != op.main_tensor and name not in op.same_dtype:
             with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
-            yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
-                op, with_it, device, seed, MOST_ARGUMENTS))
+            few = _with_most_arguments(op, with_it, device, seed, MOST_ARGUMENTS)
+            yield from checks((few[i % len(few)], OtherDtype(name, narrow))
+                              for i, narrow in enumerate(NARROW if few else ()))
     yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
 
 
@@ -398,7 +387,8 @@ def _with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
 
 def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
     t = case_tensors(op, *cell, device, seed).get(name)
-    return t is not None and t.is_floating_point() and t.dtype.itemsize > 1
+    return t is not None and t.dtype != torch.bool and (
+        t.is_floating_point() == (t.dtype.itemsize > 1))
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,6 @@
 """Circumstances of what tensors hold: contents that changed without a trace in a version, a mask of
-a function that reads a tensor, numbers of float16 whose squares float16 does not hold.
+a function that reads a tensor, numbers of float16 whose squares float16 does not hold, numbers of
+another dtype than those beside them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ...kernel.contract import (
     case_values_to_read,
     check_case,
     eager_results,
+    results_of,
 )
 from ...kernel.shared import fingerprint
 from .row_circumstances import if_finite
@@ -100,6 +102,30 @@ class MaskOfNextBatch(Circumstance):
         call(kernel, batch_values())
         documents.copy_(places * 5 // length)
         return batch_values()
+
+
+class OtherDtype(Circumstance):
+    """A tensor that need not have the dtype of the others in another one than the cases give; of
+    integers of one byte, as zero points are, a wider one, or floats, between the integers where the
+    result is not rounded to codes."""
+
+    def __init__(self, tensor: str, narrow: str = "bfloat16") -> None:
+        self.tensor, self.narrow = tensor, getattr(torch, narrow)
+        self.name = f"{tensor} in another dtype" + (
+            f" than float32: {narrow}" if narrow != "bfloat16" else "")
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dtype == torch.bool:
+            return None
+        if not t.is_floating_point():
+            is_code = any(not r.is_floating_point() for r in results_of(op.meta(**values)))
+            wider = t.int() if self.narrow == torch.bfloat16 else t + (0.0 if is_code else 0.25)
+            return None if t.dtype.itemsize > 1 else if_finite(op, {**values, self.tensor: wider})
+        if t.dtype.itemsize == 1:
+            return None
+        other = torch.float32 if t.dtype.itemsize == 2 else self.narrow
+        return if_finite(op, {**values, self.tensor: t.to(other)})
 
 
 class LoudHalf(Circumstance):

@@ -90,10 +90,12 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
     symmetric: bool = True, stride: str = "", scale_dtype: str = "", large: bool = False,
-    out_dtype: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    out_dtype: str = "", sized: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to, unless `out_dtype`
-    says another. `large`: their scales are beyond float16, where the result is not."""
+    says another. `large`: their scales are beyond float16, where the result is not. `sized`: the
+    length is given though it is even."""
     gen = torch.Generator("cpu").manual_seed(seed)
     out = out_dtype or ("float32" if dtype == torch.float64 else str(dtype).removeprefix("torch."))
     if format in GGML_FORMATS:
@@ -116,7 +118,7 @@ def inputs(
     tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": global_scale}
     return {**{name: t if t is None else t.to(device) for name, t in tensors.items()},
             "format": format, "block_size": block_size, "block_rows": block_rows, "size": width
-            if width % 2 else None, "out_dtype": out}
+            if width % 2 or sized else None, "out_dtype": out}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -131,7 +133,7 @@ CASES: tuple[dict[str, Any], ...] = (
      "rows": (2, 9), "width": 70},
     {"format": "int4", "block_size": 16, "symmetric": False, "rows": (2, 4)}, {"rows": (0,)},
     {"format": "fp8_e5m2", "scale_dtype": "bfloat16"}, {"format": "mxfp4", "width": 1},
-    {"format": "mxfp4", "large": True},
+    {"format": "mxfp4", "large": True}, {"format": "int4", "sized": True},
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),

@@ -81,7 +81,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"by": "offsets"}, {"index": "int64"}, {"index": "int64", "by": "offsets"}, {"sizes": (7,)},
     {"sizes": (0, 0, 3)}, {"sizes": (0, 0)}, {"spare": 4}, {"sizes": (1,) * 8},
     {"sizes": (64, 64, 0, 64)}, {"sizes": (40, 1, 17), "k": 64, "n": 96}, {"k": 17, "n": 33},
-    {"k": 40, "n": 24, "sizes": (3, 3)}, {"k": 1, "n": 1},
+    {"k": 40, "n": 24, "sizes": (3, 3)}, {"k": 1, "n": 1}, {"k": 0}, {"n": 0},
     {"stride": "sparse"}, {"transposed": True}, {"transposed": True, "k": 64, "sizes": (33, 2)},
 )
 

@@ -49,7 +49,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"bias": False}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
     {"rows": (3, 2, 33), "k": 96}, {"k": 1, "n": 1}, {"k": 17, "n": 33},
     {"k": 17, "n": 33, "rows": (1,)}, {"k": 576, "n": 1536, "rows": (4,)},
-    {"k": 1536, "n": 576, "rows": (1,), "bias": False}, {"n": 0},
+    {"k": 1536, "n": 576, "rows": (1,), "bias": False}, {"n": 0}, {"k": 0},
     {"rows": (130,), "k": 256, "n": 128}, {"activation": "gelu"}, {"activation": "gelu_tanh"},
     {"activation": "silu"}, {"activation": "relu", "bias": False},
     {"activation": "silu", "rows": (40,), "k": 256, "n": 64},

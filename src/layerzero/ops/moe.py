@@ -7,10 +7,11 @@ k].
 (gate_first=False: the other way round); `w_down` is (experts, hidden, inner). The routing is given
 as topk_ids and topk_weights (from lz.moe_gate), or as `logits` and `top_k`, which are routed by
 softmax or sigmoid without groups. Ids outside [expert_offset, expert_offset + experts) belong to
-another device and contribute nothing here; nor does -1. capacity > 0: an expert serves at most
-`capacity` (token, slot) pairs, the first in token order; dropped pairs contribute nothing, and the
-other weights are unchanged. weight_on="input" (Llama 4): the weight scales the expert's input
-instead of its result. The ids of a token are distinct. Results are summed in float32.
+another device and contribute nothing here; nor does an id below zero. capacity > 0: an expert
+serves at most `capacity` (token, slot) pairs, the first in token order, those of weight zero too;
+dropped pairs contribute nothing, and the other weights are unchanged. weight_on="input" (Llama 4):
+the weight scales the expert's input instead of its result. The ids of a token are distinct. Results
+are summed in float32.
 """
 
 from __future__ import annotations
@@ -75,13 +76,14 @@ def inputs(
     top_k: int = 2, activation: str = "swiglu", gate_first: bool = True, by: str = "ids",
     scoring: str = "softmax", normalize: bool = True, offset: int = 0, others: int = 0,
     capacity: int = 0, weight_on: str = "output",
-    favourite: bool = False, padding: bool = False, index: str = "int64", weight_dtype: str = "",
-    stride: str = "",
+    favourite: bool = False, padding: bool = False, silent: bool = False, index: str = "int64",
+    weight_dtype: str = "", stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`others`: experts on other devices; `favourite`: every token chooses expert 1 first;
-    `padding`: tokens of no expert, and slots of none, whose id is -1. Of thousands of
-    tokens one in 64 has experts, and the last four: the formula takes one pair at a time."""
+    `padding`: tokens of no expert, and slots of none, whose id is -1, or below; `silent`: slots of
+    weight zero. Of thousands of tokens one in 64 has experts, and the last four: the formula takes
+    one pair at a time."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:
@@ -101,8 +103,11 @@ def inputs(
                 "normalize": normalize}
     ids, weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     weights = weights.to(getattr(torch, weight_dtype)) if weight_dtype else weights
+    if silent:
+        weights.view(-1)[::3] = 0.0
     if padding:
         ids[..., -1:][::2], ids[-1:] = -1, -1
+        ids[..., -1:][:1] = -2
     if math.prod(rows) > 4_096 and not capacity:
         idle = torch.arange(math.prod(rows)) % 64 != 0
         idle[-4:] = False
@@ -117,7 +122,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True},
     {"activation": "geglu"}, {"activation": "geglu_tanh"}, {"activation": "reglu"},
-    {"gate_first": False}, {"index": "int32"}, {"padding": True},
+    {"gate_first": False}, {"index": "int32"}, {"padding": True}, {"silent": True},
+    {"silent": True, "capacity": 2},
     {"padding": True, "offset": 1, "others": 3, "rows": (9,)}, {"offset": 2, "others": 4},
     {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
     {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},

@@ -55,11 +55,15 @@ def inputs(
         logits = torch.zeros_like(logits)
     elif special == "extreme":
         logits = logits * 300                  # most scores are 0 or 1 in float32
+    elif special == "faint":                   # what is divided by a sum of them is not
+        logits = logits * 4 - 30
     elif special == "masked":
         logits[..., : experts // 2] = -torch.inf
     correction = torch.randn(experts, generator=gen).to(device) if bias else None
     if correction is not None and special == "below":      # no score is above zero
         correction = correction / 4 - 2.5
+    elif correction is not None and special == "barred" and n_group == 1:  # no token may have them
+        correction[1::5] = -torch.inf
     return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
             "n_group": n_group, "topk_group": topk_group, "e_score_correction_bias": correction,
             "routed_scaling_factor": scale}
@@ -78,7 +82,8 @@ CASES: tuple[dict[str, Any], ...] = (
      "scale": 2.5},
     {"n_group": 16, "topk_group": 5}, {"n_group": 16, "topk_group": 5, "bias": True},
     *({"special": s} for s in ("ties", "equal", "extreme", "masked")),
-    *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked")),
+    *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked", "faint")),
+    {"special": "barred", "bias": True, "scoring": "sigmoid"}, {"special": "barred", "bias": True},
     {"special": "ties", "n_group": 4, "topk_group": 2}, {"stride": "sparse"},
 )
 

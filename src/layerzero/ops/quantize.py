@@ -23,7 +23,16 @@ from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, equals, multiple_of, on, one_of, when
 from .formulas.common import FLOATS, random_rows
 from .formulas.ggml import GGML_FORMATS, GgmlName, quantize_blocks
-from .formulas.quant import FORMATS, check_scales, encode, expand_scales, make_scales, scale_shape
+from .formulas.quant import (
+    FORMATS,
+    NF4_MIDPOINTS,
+    check_scales,
+    code_values,
+    encode,
+    expand_scales,
+    make_scales,
+    scale_shape,
+)
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", GgmlName]
 
@@ -86,7 +95,7 @@ def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows:
 
 def meta(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
          symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
-         **kwargs: Any) -> Any:
+         zeros: Tensor | None = None, **kwargs: Any) -> Any:
     if format in GGML_FORMATS:
         row_bytes = GGML_FORMATS[format].row_bytes(x.shape[-1])
         return x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)
@@ -97,7 +106,7 @@ def meta(x: Tensor, format: str, granularity: str | None = None, block_size: int
     results = [x.new_empty((*x.shape[:-1], width), dtype=fmt.storage),
                x.new_empty(layout, dtype=fmt.scale if scales is None else scales.dtype)]
     if not symmetric:
-        results.append(x.new_empty(layout, dtype=fmt.storage))
+        results.append(x.new_empty(layout, dtype=fmt.storage if zeros is None else zeros.dtype))
     if format == "nvfp4":
         results.append(x.new_empty((1,) * x.dim(), dtype=torch.float32))
     return tuple(results)
@@ -120,10 +129,11 @@ def inputs(
     elif special == "integers":
         x = torch.randint(-7, 8, x.shape, generator=gen).to(dtype)
         x[..., 0] = 7.0
-    elif special == "halves":                  # of the step that the first number of a row makes
-        peak = 7 if FORMATS[format].bits == 4 else 127
-        x = torch.randint(-2 * peak, 2 * peak + 1, x.shape, generator=gen).to(dtype) / 2
-        x[..., 0] = peak
+        x[..., 1] = -7.0                       # as far from zero: the first one counts
+    elif special == "idle":                    # the first part of a row is zeros
+        x[..., :256] = 0.0
+    elif special == "halves":
+        x = halfway(gen, x.shape, format).to(dtype)
     elif special == "denormal":
         x = x * torch.finfo(dtype).tiny / 16
     elif special == "huge":
@@ -144,9 +154,32 @@ def inputs(
                  *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})
         if special == "halves":                # halfway between codes of these scales too
-            values["scales"] = torch.ones_like(values["scales"])
+            values.update({n: torch.ones(values[n].shape).to(values[n]) for n in names
+                           if n != "zeros"})
+        elif special == "dead":                # a channel that calibration saw nothing of
+            values["scales"][:1] = 0.0
     return values
 
+
+def halfway(gen: torch.Generator, shape: torch.Size, format: str) -> Tensor:
+    """Returns numbers halfway between two codes, and now and then the largest: their scale is
+    one."""
+    fmt = FORMATS[format]
+    if fmt.integer:
+        peak = 7 if fmt.bits == 4 else 127
+        x = torch.randint(-2 * peak, 2 * peak + 1, shape, generator=gen) / 2
+        x[..., 0] = peak
+        return x
+    codes = (torch.arange(256, dtype=torch.uint8).view(fmt.storage).float() if fmt.bits == 8
+             else code_values(format, gen.device))
+    codes = codes[codes.isfinite()].unique()
+    middle = torch.tensor(NF4_MIDPOINTS) if format == "nf4" else (codes[1:] + codes[:-1]) / 2
+    x = middle[torch.randint(len(middle), shape, generator=gen)]
+    x[..., ::16] = codes[-1]
+    return x
+
+
+PLAIN_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_k")
 
 CASES: tuple[dict[str, Any], ...] = (
     *({"format": f} for f in FORMATS),
@@ -154,6 +187,9 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "special": s} for f in FORMATS for s in ("zeros", "broken")),
     *({"format": f, "special": "halves", "given": g} for f in ("int8", "int4")
       for g in (False, True)),
+    *({"format": f, "special": "halves", "given": f != "nf4"} for f in FORMATS
+      if not f.startswith("int")),
+    *({"format": f, "special": "dead", "given": True} for f in ("int8", "fp8_e4m3")),
     *({"format": f, "given": True} for f in ("int8", "fp8_e4m3", "mxfp4", "nvfp4")),
     *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4")
       for g in ("tensor", "block")),
@@ -176,8 +212,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stride": "sparse"},
     {"format": "nf4", "stride": "padded"}, {"format": "int8", "rows": (0,)},
     {"format": "mxfp4", "width": 1},
-    *({"format": f, "rows": (2,), "width": 256} for f in (
-        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_k", "q4_k", "q6_k", "iq4_xs")),
+    *({"format": f, "rows": (2,), "width": 256} for f in PLAIN_BLOCKS),
+    *({"format": f, "rows": (2,), "width": 512, "special": s} for f in PLAIN_BLOCKS
+      for s in ("integers", "idle")),
+    # the search for their scales takes long
+    *({"format": f, "rows": (1,), "width": 512, "special": "idle"} for f in GGML_FORMATS
+      if f not in PLAIN_BLOCKS),
 )
 
 

@@ -46,13 +46,14 @@ from .results import Complaint, storage_address
 from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
+MOST_WORDS = 8
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     """Returns the gradient cases the op declares, else its first cases, a sample of the rest and
-    the plainest for each argument that a case sets; and for each differentiable tensor that those
-    do not give, the first case that does."""
+    the plainest for each argument that a case sets, of a few words for each; and for each
+    differentiable tensor that those do not give, the first case that does."""
     return _gradient_cases(op)
 
 
@@ -63,9 +64,15 @@ def _gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     cases = op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
     sampled = () if op.gradient_cases else op.cases
     for name in dict.fromkeys(name for case in sampled for name in case):
-        plainest = min((case for case in op.cases if name in case), key=len)
-        if plainest not in cases:
-            cases = (*cases, plainest)
+        having = [case for case in op.cases if name in case]
+        words = {case[name] for case in having if type(case[name]) is str}
+        seen_words = {case.get(name) for case in cases}
+        plain = [min(having, key=len)]
+        if len(words) <= MOST_WORDS:           # an activation, not every format
+            plain += [min((c for c in having if c[name] == word), key=len)
+                      for word in sorted(words - seen_words)]
+        cases = (*cases, *(case for i, case in enumerate(plain)
+                           if case not in cases and case not in plain[:i]))
     seen = set().union(*(_wanted(op, case) for case in cases))
     for case in op.cases:
         missing = _wanted(op, case) - seen if seen < set(op.differentiable) else set()
@@ -399,7 +406,7 @@ def _passes(op: Op, dtype: str, values: Mapping[str, Any], results: Sequence[Ten
         with ThreadPoolExecutor(1) as pool:
             return [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)], [""]
     layouts: dict[str, Callable[[Tensor], Tensor | None]] = {
-        "with gaps": partial(with_layout, layout="sparse")}
+        "with gaps": _with_gaps}
     if dtype == op.dtypes[0]:                  # how it lies in memory is the same for all of them
         layouts |= {"as a part of wider rows": partial(with_layout, layout="padded"),
                     "with its second dimension last in memory": _channels_last}
@@ -415,6 +422,15 @@ def _laid_out(weights: Sequence[Tensor | None],
               layout: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
     """Returns the same gradients in another layout, those that have it."""
     return [w if w is None else (w if (other := layout(w)) is None else other) for w in weights]
+
+
+def _with_gaps(t: Tensor) -> Tensor | None:
+    """Returns a copy with NaN between its elements; of several dimensions of rows the first two are
+    exchanged in memory, as after a transposition of heads."""
+    if t.dim() < 3:
+        return with_layout(t, "sparse")
+    moved = with_layout(t.transpose(0, 1), "sparse")
+    return None if moved is None else moved.transpose(0, 1)
 
 
 def _channels_last(t: Tensor) -> Tensor | None:

@@ -49,6 +49,7 @@ STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 RANDOM = ("uniforms", "seed_rows")
 TRIES = 4                                      # of calls that may show a number
+NARROW = ("float16", "float64", "bfloat16")    # dtypes in the place of float32, in turn
 MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
 
@@ -365,8 +366,9 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
         op, [c for c in cells if c[1] == op.dtypes[0]], device, seed, MOST_ARGUMENTS))
     for name in free_tensors(op):
         with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
-        yield from checks((cell, OtherDtype(name)) for cell in _with_most_arguments(
-            op, with_it, device, seed, MOST_ARGUMENTS))
+        few = _with_most_arguments(op, with_it, device, seed, MOST_ARGUMENTS)
+        yield from checks((few[i % len(few)], OtherDtype(name, narrow))
+                          for i, narrow in enumerate(NARROW if few else ()))
     yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
 
 
@@ -388,7 +390,8 @@ def _with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
 
 def _may_change(op: Op, cell: Cell, name: str, device: str, seed: int) -> bool:
     t = case_tensors(op, *cell, device, seed).get(name)
-    return t is not None and t.is_floating_point() and t.dtype.itemsize > 1
+    return t is not None and t.dtype != torch.bool and (
+        t.is_floating_point() == (t.dtype.itemsize > 1))
 
 
 @lru_cache(maxsize=64)

@@ -30,8 +30,10 @@ from ...kernel.contract import (
     results_of,
 )
 from ...kernel.gradients import check_gradients, gradient_cases, requiring_grad
-from .argument_circumstances import AllStrided
-from .call_circumstances import Expanded, SharedTensor
+from ..non_finite import is_of_others
+from ..second_derivative import check_second_order
+from .argument_circumstances import WithoutOthers, optional_tensors
+from .call_circumstances import SharedTensor
 
 Values = dict[str, Any]
 ANOTHER_CALL, RESULT = "another forward pass", "a write to the result"
@@ -47,9 +49,12 @@ def backward_checks(kernel: Kernel, device: str,
     fullest = max(accepted, key=lambda c: len(case_tensors(op, c, dtype, device, seed)))
     yield from (partial(check_between, kernel, case, dtype, device, seed)
                 for case in ((accepted[0], fullest) if fullest != accepted[0] else accepted[:1]))
-    yield from (partial(check_gradients, kernel, fullest, dtype, device, seed, altered=given)
-                for given in (AllStrided("transposed"), *(Expanded(op.main_tensor, dim)
-                                                          for dim in range(2))))
+    yield from (partial(check_gradients, kernel, fullest, dtype, device, seed,
+                        altered=WithoutOthers(name, alone))
+                for name in optional_tensors(op) if name in op.differentiable
+                for alone in (True, False))
+    if not is_of_others(kernel):
+        yield partial(check_second_order, kernel, accepted[0], dtype, device, seed)
     for a, b in combinations(op.same_dtype or op.differentiable, 2):
         given = SharedTensor(a, b)
         for case in _able(kernel, given, dtype, device, seed):

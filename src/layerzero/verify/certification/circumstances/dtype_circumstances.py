@@ -13,6 +13,7 @@ from torch import Tensor
 from ....spec.op import Op
 from ...cases.generated import is_allowed
 from ...kernel.circumstance import Circumstance
+from ...kernel.contract import results_of
 from ...kernel.shared import fingerprint
 from .row_circumstances import if_finite
 
@@ -24,26 +25,35 @@ SECOND = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16,
 
 class OtherDtype(Circumstance):
     """A tensor that need not have the dtype of the others in another one than the cases give:
-    numbers of 16 bits wider, others narrower, indices and counts in the other width."""
+    numbers of 16 bits wider, others narrower, indices and counts in the other width; of integers of
+    one byte, as zero points are, a wider one, or floats, between the integers where the result is
+    not rounded to codes."""
 
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"{tensor} in another dtype"
+    def __init__(self, tensor: str, narrow: str = "bfloat16") -> None:
+        self.tensor, self.narrow = tensor, getattr(torch, narrow)
+        self.name = f"{tensor} in another dtype" + (
+            f" than float32: {narrow}" if narrow != "bfloat16" else "")
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
-        follows = isinstance(t, Tensor) and t.is_floating_point() and self.tensor not in \
-            free_tensors(op)                   # the others have its dtype
-        other = self.other(t) if isinstance(t, Tensor) and not follows else None
-        if other is None or (not t.is_floating_point() and not torch.equal(t.to(other), t)):
-            return None                        # a seed of 64 bits
-        return if_finite(op, {**values, self.tensor: t.to(other)})
-
-    def other(self, t: Tensor) -> torch.dtype | None:
-        if t.dtype in INTEGERS:
-            return INTEGERS[t.dtype]
-        if not t.is_floating_point() or t.dtype.itemsize == 1:
+        if not isinstance(t, Tensor) or t.dtype == torch.bool:
             return None
-        return torch.float32 if t.dtype.itemsize == 2 else torch.bfloat16
+        if t.is_floating_point() and self.tensor not in free_tensors(op):
+            return None                        # the others have its dtype
+        other = self._other(op, values, t)
+        return None if other is None else if_finite(op, {**values, self.tensor: other})
+
+    def _other(self, op: Op, values: dict[str, Any], t: Tensor) -> Tensor | None:
+        if t.dtype in INTEGERS:
+            other = t.to(INTEGERS[t.dtype])
+            return other if torch.equal(other, t) else None    # a seed of 64 bits
+        if t.is_floating_point():
+            return None if t.dtype.itemsize == 1 else t.to(
+                torch.float32 if t.dtype.itemsize == 2 else self.narrow)
+        if self.narrow == torch.bfloat16:
+            return t.int()
+        is_code = any(not r.is_floating_point() for r in results_of(op.meta(**values)))
+        return t + (0.0 if is_code else 0.25)
 
 
 class SecondDtypes(Circumstance):

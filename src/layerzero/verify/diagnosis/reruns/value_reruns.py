@@ -271,7 +271,9 @@ def _is_right_without_ties(kernel: Kernel, values: Values, dtype: str) -> bool:
     tied = main.float().clamp(-100, 100) * 1.25
     spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
     name = kernel.op.main_tensor
-    return (_has_ties(main) and is_right(kernel, {**values, name: spaced.to(main)}, dtype)
+    # zeros have one code, whatever their number
+    counted = main[main != 0] if kernel.op.family == "quantization" else main
+    return (_has_ties(counted) and is_right(kernel, {**values, name: spaced.to(main)}, dtype)
             and not is_right(kernel, {**values, name: tied.to(main)}, dtype)
             and not differs_in_finiteness(kernel, values, dtype))
 

@@ -68,7 +68,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"}, {"smoothing": 0.1},
     {"ignored": "some", "ignore_index": 255},      # no class: it is beyond the last
     {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
-    {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"}, {"masked": True},
+    {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"},
+    {"masked": True, "ignored": "some"},
     {"masked": "first", "vocab": 400},
     {"rows": (400,), "vocab": 97},
 )

@@ -1671,11 +1671,7 @@ def mamba_chunk_scan(
             torch.randn(2, 7, 2, 16),
             torch.randn(2, 7, 2, 16),
             D=torch.rand(4),
-            z=torch.randn(2, 7, 4, 8),
             dt_bias=torch.randn(4),
-            initial_states=torch.randn(2, 4, 8, 16),
-            dt_softplus=True,
-            dt_min=0.1,
             dt_max=1.0,
             return_final_states=True,
         )
@@ -1716,7 +1712,10 @@ def merge_attention(
     Returns: tuple[Tensor, Tensor]
 
     Example:
-        out = lz.merge_attention(torch.randn(3, 9, 4, 32), torch.randn(3, 9, 4))
+        out = lz.merge_attention(
+            torch.randn(3, 9, 4, 8),
+            torch.randn(3, 9, 4, dtype=torch.float64),
+        )
     """
 
 
@@ -1755,12 +1754,12 @@ def mla_paged_attention(
 
     Example:
         out = lz.mla_paged_attention(
-            torch.randn(3, 4, 64),
-            torch.randn(3, 4, 16),
+            torch.randn(2, 4, 64),
+            torch.randn(2, 4, 16),
             torch.randn(8, 16, 64),
             torch.randn(8, 16, 16),
-            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
-            torch.tensor([24, 24, 24], dtype=torch.int32),
+            torch.tensor([[4, 0, 7, -1], [4, 0, 5, -1]], dtype=torch.int32),
+            torch.tensor([40, 37], dtype=torch.int32),
             is_causal=True,
             scale=0.125,
             max_seqlen_q=1,

@@ -154,8 +154,10 @@ def inputs(
                  *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})
         if special == "halves":                # halfway between codes of these scales too
-            values.update({n: torch.ones(values[n].shape).to(values[n]) for n in names
-                           if n != "zeros"})
+            # not one each: the inverse of one is one
+            ones = {"scales": 0.5, "global_scale": 2.0} if format == "nvfp4" else {"scales": 1.0}
+            values.update({n: torch.full(values[n].shape, one).to(values[n])
+                           for n, one in ones.items()})
         elif special == "dead":                # a channel that calibration saw nothing of
             values["scales"][:1] = 0.0
     return values

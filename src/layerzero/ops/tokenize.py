@@ -178,6 +178,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"text": _ALL, "template": True, "truncation": True, "max_length": 5, "truncation_side": "left",
      "return_offsets": True},
     {"text": (1, 2), "padding": "longest", "pad_id": 3},
+    {"text": (1, 2), "padding": "longest", "pad_id": 32},      # a space, which the text has too
     {"text": (1, 2, 5), "pad": True, "pad_to_multiple_of": 8},
     {"text": (1, 2, 5), "pad": True, "padding": False},
     {"text": (1, 2), "padding": "max_length", "max_length": 64,

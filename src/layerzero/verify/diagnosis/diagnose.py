@@ -87,12 +87,15 @@ class Diagnosis:
 
 
 OUTRIGHT = {"fault", "shape"}                  # complaints about a call that gives no numbers
+NOT_FINITE = "with NaN and infinity"           # circumstances of inputs that are no numbers
 
 
 def hides_another(op: Op, r: CaseResult) -> bool:
     """May a failure be of a second fault, less telling than what fails besides? A call that gives
-    no numbers, or one in a dtype beyond those of the op, which many kernels compute in float32."""
-    return bool(r.kinds) and (set(r.kinds) <= OUTRIGHT or r.dtype not in op.dtypes)
+    no numbers, or one in a dtype beyond those of the op, which many kernels compute in float32, or
+    one that is given NaN and infinity."""
+    return bool(r.kinds) and (set(r.kinds) <= OUTRIGHT or r.dtype not in op.dtypes
+                              or r.circumstance.startswith(NOT_FINITE))
 
 
 def diagnose(kernel: Kernel, results: Sequence[CaseResult],

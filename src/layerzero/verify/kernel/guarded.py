@@ -21,7 +21,7 @@ MARGIN_BYTES = 4096                            # on either side of a guarded ten
 MAX_BYTES = 1 << 28
 PATTERN = 0xA5                                 # of the margins of results
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0     # MAP_NORESERVE, which Python 3.13 names
-LAYOUTS = ("sparse", "padded", "transposed", "offset")
+LAYOUTS = ("sparse", "padded", "transposed", "transposed part", "offset")
 
 
 # Watching memory.
@@ -197,7 +197,8 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
     """Copies a tensor to another layout; None where that makes no difference.
 
     sparse: every second element of a row; padded: rows with space behind them; transposed: the last
-    two dimensions exchanged in memory; offset: starts one element late.
+    two dimensions exchanged in memory; transposed part: with space behind the columns too, as of
+    one of several weights that lie in one; offset: starts one element late.
     """
     if not t.numel() or t.dim() == 0:
         return None
@@ -211,10 +212,12 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
         width = shape[-1] + 3
         other = _poisoned(t.numel() // shape[-1] * width,
                           t).view(*shape[:-1], width)[..., :shape[-1]]
-    elif layout == "transposed":
+    elif layout.startswith("transposed"):
         if t.dim() < 2:
             return None
-        other = _poisoned(t.numel(), t).view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        height = shape[-2] + (5 if layout == "transposed part" else 0)
+        whole = _poisoned(t.numel() // shape[-2] * height, t).view(*shape[:-2], shape[-1], height)
+        other = whole[..., :shape[-2]].transpose(-1, -2)
     else:
         other = _poisoned(t.numel() + 1, t)[1:].view(shape)
     if other.stride() == t.stride() and layout != "offset":

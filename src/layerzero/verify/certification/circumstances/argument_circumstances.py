@@ -47,6 +47,7 @@ STEP = (1 << 33) + 5                           # of the generation, past 32 bits
 # What a decode step changes in place, while the tensors beside it stay.
 STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
+AT_MOST = ("window", "top_k", "capacity", "max_length")        # beyond every size: all of it
 RANDOM = ("uniforms", "seed_rows")
 TRIES = 4                                      # of calls that may show a number
 NARROW = ("float16", "float64", "bfloat16")    # dtypes in the place of float32, in turn
@@ -306,7 +307,8 @@ def other_numbers(op: Op, p: Param) -> Iterator[OtherNumber]:
     elif type(p.default) is int:
         yield from (OtherNumber(p.name, n)
                     for n in (*INTEGERS, *((STEP,) if p.name == "offset" else ()),
-                              *((INT32[1],) if op.ranges.get(p.name) == INT32 else ())))
+                              *((INT32[1],) if op.ranges.get(p.name) == INT32
+                                and p.name.startswith(AT_MOST) else ())))
     elif p.default is True:
         yield OtherNumber(p.name, False)
 

@@ -326,7 +326,8 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
 def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]:
     """Yields how one tensor may lie in memory: in other layouts, misaligned, expanded, far apart.
     """
-    layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
+    layouts = LAYOUTS if lane != "quick" else (
+        "sparse", "transposed", "transposed part", "offset")
     yield from (OtherLayout(name, layout) for layout in layouts)
     if lane != "quick":
         yield from (MemoryOrder(name, a, b) for a, b in combinations(range(4), 2))

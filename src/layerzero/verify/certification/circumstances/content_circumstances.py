@@ -72,9 +72,15 @@ class WrittenUnseen(Circumstance):
 
 class MaskOfNextBatch(Circumstance):
     """A BlockMask of the function of an earlier one, which reads a tensor of documents that changed
-    in place since: neither the function nor the sizes tell what is visible."""
+    in place since: neither the function nor the sizes tell what is visible. Or the earlier one
+    itself, where the change is within its blocks."""
 
-    name, any_dtype = f"{BLOCK_MASK} of a function whose tensor changed in place after a call", True
+    any_dtype = True
+
+    def __init__(self, same: bool = False) -> None:
+        self.same = same
+        self.name = (f"{BLOCK_MASK}{', the same one,' if same else ''} of a function whose tensor "
+                     "changed in place after a call")
 
     def alter(self, op: Op, values: Values) -> Values | None:
         mask = values[BLOCK_MASK]
@@ -88,6 +94,8 @@ class MaskOfNextBatch(Circumstance):
         device, (seq_q, seq_k) = mask.kv_indices.device, mask.seq_lengths
         length = max(seq_q, seq_k)
         places = torch.arange(length, device=device)
+        # one block sees all of a sequence, and says so whatever the documents are
+        blocks = (max(seq_q, seq_k),) * 2 if self.same else mask.BLOCK_SIZE
         documents = places * 3 // length
         batch, heads = (n if n > 1 else None for n in mask.shape[:2])
 
@@ -97,11 +105,12 @@ class MaskOfNextBatch(Circumstance):
         def batch_values() -> Values:
             return {**values, BLOCK_MASK: create_block_mask(
                 is_visible, batch, heads, seq_q, seq_k, device=str(device),
-                BLOCK_SIZE=mask.BLOCK_SIZE)}
+                BLOCK_SIZE=blocks)}
 
-        call(kernel, batch_values())
+        first = batch_values()
+        call(kernel, first)
         documents.copy_(places * 5 // length)
-        return batch_values()
+        return first if self.same else batch_values()
 
 
 class LoudHalf(Circumstance):
@@ -146,7 +155,7 @@ def content_circumstances(op: Op) -> Iterator[tuple[Circumstance, str]]:
         yield from ((SecondDtypes(), dtype) for dtype in ("float16", "float32")
                     if dtype in op.dtypes)
     if any(p.name == BLOCK_MASK for p in op.params):
-        yield MaskOfNextBatch(), op.dtypes[0]
+        yield from ((MaskOfNextBatch(same), op.dtypes[0]) for same in (False, True))
 
 
 def check_contents(kernel: Kernel, case: Case, dtype: str, device: str, seed: int,

@@ -52,13 +52,12 @@ ROUNDS = 3                                     # of calls, after which memory is
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
-# Calls that confirm a leak: with torch's compiler imported, graphs leave a hundred objects once.
-CONFIRMING = 256
+CONFIRMING = 256                               # of a leak: a compiler leaves 100 objects once
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 # Rounds of calls with other contents, and CPU time for them: of what grows in the first, many more
 # than a cache of bounded size holds.
-FEW_CONTENTS, CONTENTS_S, MANY_CONTENTS, MANY_S = (3, 3), 0.02, (
-    12, 24, 48, 48, 48, 48), 4.0
+FEW_CONTENTS, CONTENTS_S = (3, 3), 0.02
+MANY_CONTENTS, MANY_S = (12, 24, 48, 48, 48, 48), 4.0
 CONTENTS_SEED, CONTENTS_ELEMENTS, CONTENTS_INTEGERS = 1000, 1 << 13, 256
 PAGES, OBJECTS = "bytes of memory of its own", "Python objects"
 KEPT_FOR_EACH = 2                              # objects at least: a key and what it is of

@@ -168,9 +168,9 @@ def scaled_in_the_dtype_of_the_table(right, ids, weight, padding_idx=None, scale
     return right(ids, weight, padding_idx, rounded)
 
 
-@fault("detokenize", "convention")
+@fault("detokenize", "convention", "unknown")
 def keeps_the_special_tokens_of_a_batch(right, **v):
-    batch = bool(v["ids"]) and not isinstance(v["ids"][0], int)
+    batch = isinstance(v["ids"], list) and v["ids"] and not isinstance(v["ids"][0], int)
     return right(**{**v, "skip_special_tokens": v["skip_special_tokens"] and not batch})
 
 

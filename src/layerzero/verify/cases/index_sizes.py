@@ -39,7 +39,7 @@ PAST = 1_200                                   # at most so far past them
 MOST_OF_ONE = WIDTHS[-1] + PAST
 RANKS = (1, 2, 3, 4)
 MOST = {"quick": 12, "full": 400, "stress": 400}       # calls with arguments
-MOST_OF_CASES = {"quick": 5, "full": 64, "stress": 64}  # calls after the op's own cases
+MOST_OF_CASES = {"quick": 7, "full": 64, "stress": 64}  # calls after the op's own cases
 FEW = 8                                        # at most so many queries of a long context
 LOOPS = ("linear_attention", "moe", "sampling")        # families of formulas that go token by token
 

@@ -49,7 +49,7 @@ from .generated import (
 from .index_sizes import LOOPS, index_and_rank_calls
 from .long_calls import long_calls
 
-POOL, LIMIT = {"quick": 120, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
+POOL, LIMIT = {"quick": 80, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token
@@ -317,7 +317,7 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
         if largest:
             n = _near(rng, largest)
             drawn = [{k: v for k, v in case.items() if k not in numbers}
-                     for case in rng.sample(plain, min(len(plain), 3))]
+                     for case in rng.sample(plain, min(len(plain), 2 if lane == "quick" else 3))]
             for extra in ({}, *(options for options in drawn if options)):
                 # a formula that goes token by token is slow, and so is each of these
                 part = n // 16 if extra and op.family in LOOPS else n

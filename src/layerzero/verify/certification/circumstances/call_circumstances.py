@@ -297,9 +297,9 @@ class FarApart(Circumstance):
         return {**values, self.tensor: values[self.tensor].contiguous()}
 
 
-def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circumstance]:
-    """Yields the circumstances of a lane: quick has each kind, full every layout of every tensor;
-    those that give other values of arguments only where they are wanted."""
+def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
+    """Yields the circumstances of a lane: quick has each kind, full every layout of every tensor.
+    """
     yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
                 Autocast(), InferenceMode(), RecordingGradients(), GradMode(), GivenParameters(),
                 Repeated(), OtherThreadCount(3))
@@ -310,15 +310,13 @@ def circumstances(op: Op, lane: str, other_values: bool = True) -> Iterator[Circ
     if lane != "quick":
         yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
         yield from (c for c, _ in content_circumstances(op))
-    if other_values:
-        yield from (UnusualValues(how) for how in (
-            "zeros", "one sign", "small numbers", "one loud number"))
-    if op.main_tensor == "logits" and other_values:
+    yield from (UnusualValues(how) for how in (
+        "zeros", "one sign", "small numbers", "one loud number"))
+    if op.main_tensor == "logits":
         yield UnusualValues("numbers far below zero")
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
     yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
-    if other_values:
-        yield from argument_circumstances(op)
+    yield from argument_circumstances(op)
     for name in op.tensors:
         yield from tensor_circumstances(op, name, lane)
 

@@ -29,7 +29,7 @@ def load() -> Callable[..., Tensor]:
 
     def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return out if weight is None else out * weight
+        return out if weight is None else (out * weight).to(x.dtype)
 
     return run
 
@@ -37,7 +37,7 @@ def load() -> Callable[..., Tensor]:
 def load_wrong() -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
         out = x / (x.square().mean(-1, keepdim=True).sqrt() + eps)     # eps belongs under the root
-        return out if weight is None else out * weight
+        return out if weight is None else (out * weight).to(x.dtype)
 
     return run
 

@@ -344,7 +344,8 @@ KERNELS = (
            overhead_us=20.0,
            differentiable=False,
            requires=(*GROUPED, r.at_least("k", 1, Code.EMPTY_INPUT), r.multiple_of("k", 8),
-                     r.at_least("n", 1, Code.EMPTY_INPUT), r.multiple_of("n", 8), r.contiguous("x"), r.aligned("x", 16),
+                     r.at_least("n", 1, Code.EMPTY_INPUT), r.multiple_of("n", 8),
+                     r.contiguous("x"), r.aligned("x", 16),
                      r.at_least("rows", 1, Code.EMPTY_INPUT),
                      r.any_of(r.at_least("weights.stride_last", 2), r.aligned("weights", 16)),
                      # contiguous, or a transposed contiguous one: k and n are multiples of 8

@@ -218,7 +218,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05},
     {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8},
     {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
-    {"rows": True, "batch": 9, "vocab": 5000}, {"penalties": "history", "top_k": 10},
+    {"rows": True, "batch": 9, "vocab": 5000},
+    {"rows": True, "top_k": 10}, {"penalties": "history", "top_k": 10},
     {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
     *({"penalties": "history", "past": past, "vocab": 2_100, "scale": 1.0}
       for past in ("empty", "long", "beyond")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import warnings
@@ -140,13 +141,14 @@ def test_what_a_call_leaves_in_the_process_is_named() -> None:
     assert os.sched_getaffinity(0) == cores
 
 
-def test_a_first_call_may_import_what_filters_warnings() -> None:
-    """Once is an import, every time is the kernel."""
+def test_a_first_call_may_import_what_filters_warnings(monkeypatch) -> None:
+    """With a module that is new it is an import, without one the kernel."""
     def make():
         calls = []
 
         def run(x, weight=None, eps=1e-6, *, offset=0.0):
             if not calls:
+                monkeypatch.setitem(sys.modules, "what_filters_warnings", sys)
                 warnings.filterwarnings("ignore", message="of an import")
             calls.append(1)
             return RMS_NORM.reference(x, weight, eps, offset=offset)

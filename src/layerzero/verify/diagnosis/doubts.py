@@ -246,7 +246,7 @@ def _about_gradient(kernel: Kernel, failed: Sequence[CaseResult], device: str) -
     """The forward pass must be right with other numbers of each tensor that has a gradient: one of
     which a part is not read has no gradient there, and is right while its parts are alike. A small
     error in 16 bits alone may be a rounding of either pass."""
-    if all(r.dtype not in WIDE and r.ratio < SLIGHT for r in failed):
+    if all(r.dtype not in WIDE and 0 < r.ratio < SLIGHT for r in failed):
         return f"it is less than {SLIGHT} times what is allowed, and in 16 bits alone"
     for r in sample_failures([r for r in failed if "gradient" in r.kinds], 2):
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)

@@ -178,7 +178,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"text": _ALL, "template": True, "truncation": True, "max_length": 5, "truncation_side": "left",
      "return_offsets": True},
     {"text": (1, 2), "padding": "longest", "pad_id": 3},
-    {"text": (1, 2), "padding": "longest", "pad_id": 32},      # a space, which the text has too
+    # a space, which the text has too; a multiple that the longest text is already
+    {"text": (1, 2), "padding": "longest", "pad_id": 32},
+    {"text": (1, 2), "padding": "longest", "pad_id": 32, "pad_to_multiple_of": 13},
     {"text": (1, 2, 5), "pad": True, "pad_to_multiple_of": 8},
     {"text": (1, 2, 5), "pad": True, "padding": False},
     {"text": (1, 2), "padding": "max_length", "max_length": 64,

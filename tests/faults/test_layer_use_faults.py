@@ -72,7 +72,7 @@ def test_a_gradient_meets_it(name: str) -> None:
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_another_backward_meets_it(name: str) -> None:
     kernel = PLANTED[name].kernel()
-    results = [check() for check in backward_checks(kernel, "cpu", 0)]
+    results = [check() for check in backward_checks(kernel, "cpu", "full", 0)]
     assert [r for r in results if r.status == "failed"]
     assert all(r.kinds == ("gradient",) for r in results if r.status == "failed")
 

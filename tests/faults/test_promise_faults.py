@@ -43,7 +43,7 @@ def _checks(kernel: Kernel) -> Iterator[Callable[[], CaseResult]]:
     yield partial(check_case, kernel, {}, "float32")
     yield from generator_checks(kernel, "cpu", 0)
     yield from unused_place_checks(kernel, "cpu", 0)
-    yield from backward_checks(kernel, "cpu", 0)
+    yield from backward_checks(kernel, "cpu", "full", 0)
 
 
 @pytest.mark.parametrize("fault", LONG_FAULTS, ids=lambda f: f.name)

@@ -366,12 +366,12 @@ def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
-    """Returns every dtype for the op's own cases, in the quick lane one of 16 bits; for the others
-    the widest and the narrowest mantissa, in the quick lane one of them."""
+    """Returns every dtype for the op's own cases, in the quick lane for two of three one of 16
+    bits; for the others the widest and the narrowest mantissa, in the quick lane one of them."""
     if case_key(case) in own_keys(op) or lane == "stress":
-        left_out = HALVES[zlib.crc32(case_key(case).encode()) % 2]
+        kept = (*HALVES, "")[zlib.crc32(case_key(case).encode()) % 3]
         return op.dtypes if lane != "quick" or not {*HALVES} <= {*op.dtypes} else tuple(
-            d for d in op.dtypes if d != left_out)
+            d for d in op.dtypes if d == kept or d not in HALVES)
     wide_and_narrow = tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
     is_large = relative_size(op, case) > LARGE
     if lane == "quick" and (case not in op.stress or is_large):        # one of the two, as it falls

@@ -23,7 +23,7 @@ from .drawn_sizes import (
 from .generated import MAX_FLOPS, Case, relative_cost
 from .index_sizes import LOOPS, features
 
-MOST = {"quick": 20}                           # of a seed; a longer lane has all
+MOST = {"quick": 12}                           # of a seed; a longer lane has all
 SHORTEST, LONGEST = 140, 1_100
 STEPS = (1, 8, 32, 64, 256)                    # of which formats and kernels demand a multiple
 

@@ -239,8 +239,8 @@ def _guarded_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResul
 
 def _watched_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResult:
     """Runs a check that does not look at the process itself, of a kernel that compiles nothing."""
-    device = next((a for a in getattr(check, "args", ()) if isinstance(a, str) and a[:4] == "cuda"),
-                  "cpu")
+    device = next((a for a in getattr(check, "args", ())       # no name of a kernel
+                   if isinstance(a, str) and a.partition(":")[0] == "cuda"), "cpu")
     state = process_state(device)
     result = check()
     changed = [name for name in put_back(state, device) if name not in ONCE]

@@ -69,9 +69,9 @@ def measure_coverage(kernel: Kernel, device: str, lane: str, seeds: Sequence[int
     if kernel.backend == "reference":
         return Coverage(sizes, missing=tuple(missing))
     pairs = [pair_cases(kernel, device, lane, seed) for seed in seeds]
-    parts = len({seed % 3 for seed in seeds})
-    if lane == "quick" and parts < 3:
-        missing.append(f"{3 - parts} thirds of the remainders of 128 of every size: other seeds "
+    parts = len({seed % 4 for seed in seeds})
+    if lane == "quick" and parts < 4:
+        missing.append(f"{4 - parts} quarters of the remainders of 128 of every size: other seeds "
                        "have them")
     return Coverage(sizes, max((p.covered for p in pairs), default=0),
                     max((p.reachable for p in pairs), default=0), tuple(missing))

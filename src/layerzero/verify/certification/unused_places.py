@@ -34,7 +34,7 @@ from ..kernel.shared import compute_once
 from .non_finite import is_of_others
 
 Values = dict[str, Any]
-MOST_CASES = 8
+MOST_CASES = 4
 
 
 def unused_place_checks(kernel: Kernel, device: str,

@@ -48,6 +48,7 @@ from .shared import compute_once, fingerprint
 LONG_SUM = 1000
 MOST_WORDS = 8
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
+Layout = tuple[str, Callable[[Tensor], Tensor | None]]
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
@@ -197,7 +198,10 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently "
                                                        "lost") for i in lost])
     try:
-        runs, suffixes = _passes(op, dtype, values, results, output_grads, summed)
+        # how it lies in memory is the same for every dtype and tensor
+        layouts = LAYOUTS if dtype == op.dtypes[0] and not only and altered is AS_DECLARED \
+            else LAYOUTS[:1]
+        runs, suffixes = _passes(values, results, output_grads, summed, layouts)
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -397,25 +401,20 @@ def _output_grads(results: Sequence[Tensor], summed: bool) -> list[Tensor | None
             for r in results]
 
 
-def _passes(op: Op, dtype: str, values: Mapping[str, Any], results: Sequence[Tensor],
-            output_grads: Sequence[Tensor | None],
-            summed: bool) -> tuple[list[dict[str, Tensor]], list[str]]:
+def _passes(values: Mapping[str, Any], results: Sequence[Tensor],
+            output_grads: Sequence[Tensor | None], summed: bool,
+            layouts: Sequence[Layout]) -> tuple[list[dict[str, Tensor]], list[str]]:
     """Returns the gradients of several passes, the first two of the same output gradients, and how
     those of the second and the others were given."""
     if summed:
         with ThreadPoolExecutor(1) as pool:
             return [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)], [""]
-    layouts: dict[str, Callable[[Tensor], Tensor | None]] = {
-        "with gaps": _with_gaps}
-    if dtype == op.dtypes[0]:                  # how it lies in memory is the same for all of them
-        layouts |= {"as a part of wider rows": partial(with_layout, layout="padded"),
-                    "with its second dimension last in memory": _channels_last}
     runs = [_backward(values, results, output_grads) for _ in range(2)]
     with warnings.catch_warnings(), poisoned_memory():
         warnings.filterwarnings("ignore", message=UNREPEATABLE)
         runs += [_backward(values, results, _laid_out(output_grads, layout))
-                 for layout in layouts.values()]
-    return runs, ["", *(f", given one {how}," for how in layouts)]
+                 for _, layout in layouts]
+    return runs, ["", *(f", given one {how}," for how, _ in layouts)]
 
 
 def _laid_out(weights: Sequence[Tensor | None],
@@ -437,6 +436,12 @@ def _channels_last(t: Tensor) -> Tensor | None:
     """Returns a copy as the next layer gives it that has its channels last, or its heads."""
     return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else with_layout(
         t, "transposed")
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    ("with gaps", _with_gaps),
+    ("as a part of wider rows", partial(with_layout, layout="padded")),
+    ("with its second dimension last in memory", _channels_last))
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],

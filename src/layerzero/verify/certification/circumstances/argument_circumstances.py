@@ -49,7 +49,7 @@ STEPPED = ("context_lens", "position_ids", "token_counts")
 BOUNDS, PAGES = "max_seqlen", "block_table"
 AT_MOST = ("window", "top_k", "capacity", "max_length")        # beyond every size: all of it
 RANDOM = ("uniforms", "seed_rows")
-TRIES = 4                                      # of calls that may show a number
+TRIES = 3                                      # of calls that may show a number
 NARROW = ("float16", "float64", "bfloat16")    # dtypes in the place of float32, in turn
 MOST_ARGUMENTS = 3                             # calls that together give most of the arguments
 
@@ -369,8 +369,8 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
     for name in free_tensors(op):
         with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
         few = _with_most_arguments(op, with_it, device, seed, MOST_ARGUMENTS)
-        yield from checks((few[i % len(few)], OtherDtype(name, narrow))
-                          for i, narrow in enumerate(NARROW if few else ()))
+        yield from checks((cell, OtherDtype(name, NARROW[(i + seed) % 3]))
+                          for i, cell in enumerate(few[:2]))
     yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
 
 

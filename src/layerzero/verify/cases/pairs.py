@@ -247,7 +247,7 @@ def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
               for v in values[1:]]
     of_cases = [o for o in arguments_of_cases(op) if o and not o.keys() & {*_LEFT_OUT}]
     options = list({repr(o): o for o in (*single, *of_cases)}.values())
-    calls: list[list[Case]] = []
+    calls: list[tuple[int, list[Case]]] = []   # of one and of lengths first
     for option, name, n in product(options, sizes_of(op), (1, 2)):
         is_count = name in counts_of(op) and name not in open_shapes(op)
         if name in option or name not in small or (lane == "quick" and (
@@ -257,10 +257,12 @@ def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
         case = consistent(op, {**small, **option, name: size})
         # a norm of one number is no call
         if op.family != "norm" or allowed_facts(op, case, op.dtypes[0], seed) is not None:
-            calls.append([case])
+            calls.append((n + is_count + (option not in single), [case]))
     rng.shuffle(calls)
+    calls.sort(key=lambda call: call[0])
     # making a BlockMask costs more than a call
-    return calls[:ONES[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)]
+    most = ONES[lane] // (4 if any(p.kind == "object" for p in op.params) else 1)
+    return [call for _, call in calls[:most]]
 
 
 def lone_pairs(op: Op, lane: str, seed: int) -> list[list[Case]]:

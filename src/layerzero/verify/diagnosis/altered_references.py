@@ -20,6 +20,7 @@ from ..kernel.contract import (
     CaseResult,
     call,
     case_refusals,
+    case_tensors,
     case_values,
     formula,
     results_of,
@@ -114,11 +115,16 @@ def _is_confirmed(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) 
 
 
 def _holds_elsewhere(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) -> bool:
-    """Is no case of the op right in which the mistake makes a difference? What a kernel means by an
-    argument is the same in all."""
+    """Is no case of the op with the same tensors right in which the mistake makes a difference?
+    What a kernel means by an argument is the same in all."""
     op = kernel.op
+
+    def ranks(case: Mapping[str, Any]) -> dict[str, int]:
+        return {n: t.dim() for n, t in case_tensors(op, case, r.dtype, device, r.seed).items()}
+
     for case in () if r.circumstance else op.cases:
-        if not case_refusals(kernel, case, r.dtype, device, r.seed):
+        if (not case_refusals(kernel, case, r.dtype, device, r.seed)
+                and ranks(case) == ranks(r.case)):
             values = case_values(op, case, r.dtype, device, r.seed)
             altered = _altered_results(op, mistake.apply, values)
             if (altered is not None and not are_close(op, r.dtype, altered,

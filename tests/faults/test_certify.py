@@ -64,7 +64,7 @@ def test_a_kernel_that_compiles_once_gets_every_case_and_one_that_compiles_for_e
         monkeypatch.setattr(f"layerzero.verify.certification.{module}.{name}", seconds)
 
     def compile_first():
-        form = str(kernel.got["x"].shape) if each_time else ""
+        form = len(compiled) if each_time else 0
         if form not in compiled:
             compiled.add(form)
             time.sleep(0.4)

@@ -37,6 +37,10 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
     """Torch's attention. On CUDA it may choose cuDNN, whose backward misreads a gradient with gaps
     (torch 2.11, H200): it gets one without. And it gets a positive scale."""
     query, scale = with_positive_scale(query, scale)
+    if (query.is_cuda and mask is not None and mask.requires_grad
+            and not any(t.requires_grad for t in (query, key, value))):
+        # torch keeps what the backward needs for one of these alone (torch 2.11)
+        query = query.detach().requires_grad_(torch.is_grad_enabled())
     out = scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale,
                                        enable_gqa=enable_gqa)
     return with_plain_gradient(out) if out.is_cuda else out

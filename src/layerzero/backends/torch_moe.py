@@ -349,6 +349,8 @@ KERNELS = (
                      r.at_least("rows", 1, Code.EMPTY_INPUT),
                      r.any_of(r.at_least("weights.stride_last", 2), r.aligned("weights", 16)),
                      # contiguous, or a transposed contiguous one: k and n are multiples of 8
+                     r.any_of(r.at_least("weights.stride_last", 8),
+                              r.contiguous("weights", repair=False)),
                      r.any_of(r.multiple_of("weights.stride_last", 8),
                               r.contiguous("weights", repair=False)),
                      r.when(r.device("cuda"), r.at_most("groups", MAX_GROUPS))),

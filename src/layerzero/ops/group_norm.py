@@ -108,6 +108,8 @@ MISTAKES: tuple[Mistake, ...] = (
     change_results("convention", "the variance of a sample: one less in the divisor", _unbiased))
 
 STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyond 2^14
+    # a mean far from zero in a group of several blocks
+    {"b": 1, "c": 8, "groups": 2, "size": (64, 72), "extreme": True},
     {"b": 66_001, "c": 2, "groups": 1, "size": (1, 2)},
     {"b": 1, "c": 16_412, "groups": 4, "size": (1, 2)},
     # the channels of a group in a diffusion model: 10, 20, 40 of its UNet, 16 of its decoder

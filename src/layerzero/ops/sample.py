@@ -219,6 +219,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8},
     {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
     {"rows": True, "batch": 9, "vocab": 5000},
+    # so flat that the likely ones are thousands
+    {"top_p": 0.9, "vocab": 9_001, "scale": 0.3, "logprobs": False},
     {"rows": True, "top_k": 10}, {"penalties": "history", "top_k": 10},
     {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
     *({"penalties": "history", "past": past, "vocab": 2_100, "scale": 1.0}

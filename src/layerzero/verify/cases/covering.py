@@ -31,7 +31,7 @@ from .pairs import accepted_pool, argument_levels, pair_cases, pool_cases, small
 
 TILES = (1, 8, 32, 64, 128)
 BEYOND = range(257, 321)                       # more than a tile of 256, drawn for each call
-ROWS = {"quick": 80, "full": 400, "stress": 400}
+ROWS = {"quick": 120, "full": 400, "stress": 400}
 TEXTS = {"quick": 100, "full": 200, "stress": 200}
 USUAL = 0.5                                    # times the size of the default call
 COSTLY = ("attention",)                        # families of which fewer are run, and smaller

@@ -49,7 +49,7 @@ from .generated import (
 from .index_sizes import LOOPS, index_and_rank_calls
 from .long_calls import long_calls
 
-POOL, LIMIT = {"quick": 80, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
+POOL, LIMIT = {"quick": 120, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 # of model_sizes; of one with all others one; of formulas that go token by token

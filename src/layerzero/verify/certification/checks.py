@@ -71,6 +71,7 @@ from .circumstances.argument_circumstances import (
 )
 from .circumstances.backward_circumstances import backward_checks
 from .circumstances.call_circumstances import (
+    Autocast,
     Expanded,
     WithArgument,
     circumstances,
@@ -284,7 +285,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_contents, kernel, case, dtype, device, seed, circumstance)
                         for circumstance in circumstances(op, lane)
                         if not isinstance(circumstance, WithoutOthers)
-                        and (first or lane != "quick" or _is_due(circumstance, seed)))
+                        and (first or lane != "quick" or _is_due(circumstance, seed)
+                             or isinstance(circumstance, Autocast)))   # there alone
         seen = set().union(*(names for names, _ in ranked[:count])) if ranked else set()
         for names, (case, dtype) in ranked[count:]:
             missing, known, seen = names - seen, {name for name, _ in seen}, seen | names

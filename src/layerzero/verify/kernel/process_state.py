@@ -48,8 +48,9 @@ class Setting(NamedTuple):
 
     def differences(self, before: Any, after: Any) -> list[str]:
         """Returns the names of what differs; the setting's own where it holds one thing."""
-        if self.imports:
-            return [self.name] if before[:-1] != after[:-1] and before[-1] == after[-1] else []
+        if self.imports:                       # beside a GPU other threads load and compile
+            return [self.name] if (before[:-1] != after[:-1] and before[-1] == after[-1]
+                                   and not torch.cuda.is_initialized()) else []
         if isinstance(before, dict) and isinstance(after, dict):
             names = sorted(os.fsdecode(n) for n in before.keys() | after.keys()
                            if (n in before, before.get(n)) != (n in after, after.get(n)))

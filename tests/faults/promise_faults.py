@@ -12,23 +12,10 @@ import warnings
 from typing import Any
 
 import torch
-from broken_kernels import FAULTS, Fault, fault
+from broken_kernels import FAULTS, Backward, Fault, fault
 from torch import Tensor
 
 _BEFORE = len(FAULTS)
-
-
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward is a function of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: Any) -> Tensor:
-        ctx.backward_function = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.backward_function(grad), None
 
 
 def _records(*tensors: Any) -> bool:
@@ -37,7 +24,7 @@ def _records(*tensors: Any) -> bool:
 
 
 def _through(t: Any, backward: Any) -> Any:
-    return _Backward.apply(t, backward) if _records(t) else t
+    return Backward.apply(t, backward) if _records(t) else t
 
 
 # What a backward leaves of the process.

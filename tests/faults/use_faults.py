@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from broken_kernels import FAULTS, Fault, fault
+from broken_kernels import FAULTS, Backward, Fault, fault
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,21 +23,8 @@ def _on_first(out: Any, change: Any) -> Any:
     return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
 
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward is a function of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: Any) -> Tensor:
-        ctx.backward_function = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.backward_function(grad), None
-
-
 def _through(t: Any, backward: Any) -> Any:
-    return _Backward.apply(t, backward) if isinstance(t, Tensor) and t.requires_grad else t
+    return Backward.apply(t, backward) if isinstance(t, Tensor) and t.requires_grad else t
 
 
 # Tensors that belong together.

@@ -1,7 +1,7 @@
 """Level 1 of verification: every kernel against its contract, forward and backward; a certificate
 for those that pass.
 
-Three lanes. `quick` takes seconds per kernel: all cases of the op, each at one dtype of 16 bits, a
+Three lanes. `quick` takes seconds per kernel: all cases of the op, two of three in 16 bits too, a
 few more sizes and crossings, each kind of circumstance once, gradients. `full` has every size and
 every layout of every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and
 circumstances and gradients in the longer lanes only; where compiling takes long, the quick lane

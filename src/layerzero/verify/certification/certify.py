@@ -49,7 +49,7 @@ from ..kernel.contract import (
 from ..kernel.gradients import check_gradients
 from ..kernel.process_state import ONCE, process_state, put_back
 from .capture import certificate_fields
-from .checks import COMPILES_S, absence, checks_of
+from .checks import COMPILES_S, absence, checks_of, refused_by_hardware
 from .circumstances.content_circumstances import check_contents
 from .coverage import NOTHING, Coverage, measure_coverage
 from .non_finite import nan_propagates
@@ -297,7 +297,8 @@ def without_late(kernels: Sequence[Kernel], device: str,
     beside such as do not. Torch's compiler takes a minute before its first one runs."""
     if lane != "quick" or device != "cpu" or all(k.jit for k in kernels):
         return list(kernels), []
-    late = [k for k in kernels if k.jit and absence(k, device) is None]
+    late = [k for k in kernels if k.jit and loading.availability(k) is None
+            and refused_by_hardware(k, device) is None]
     left_out = {k.id for k in late}
     return [k for k in kernels if k.id not in left_out], late
 

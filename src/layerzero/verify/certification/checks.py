@@ -198,17 +198,21 @@ def absence(kernel: Kernel, device: str) -> Reason | None:
     return loading.availability(kernel) or _wrong_device(kernel, device)
 
 
-def _wrong_device(kernel: Kernel, device: str) -> Reason | None:
-    """Returns why the kernel can serve no call on this device, by its rules on hardware alone."""
-    here = next((reason for reason in _first_refusals(kernel, device)
-                 if reason.code is Code.PLATFORM_MISMATCH), None)
-    if here is not None:
-        return here
+def refused_by_hardware(kernel: Kernel, device: str) -> Reason | None:
+    """Returns why the kernel can serve no call on this device, by its rules that read nothing but
+    the hardware: no case is generated for it."""
     facts = hardware.probe(device).facts()
     device_rules = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
                     <= facts.keys())
     return next((reason for rule in device_rules if (reason := rule.check(facts)) is not None),
                 None)
+
+
+def _wrong_device(kernel: Kernel, device: str) -> Reason | None:
+    """Returns why the kernel can serve no call on this device, whatever the call is."""
+    return next((reason for reason in _first_refusals(kernel, device)
+                 if reason.code is Code.PLATFORM_MISMATCH), None) or refused_by_hardware(
+                     kernel, device)
 
 
 def _first_refusals(kernel: Kernel, device: str) -> tuple[Reason, ...]:

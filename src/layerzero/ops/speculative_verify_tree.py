@@ -132,9 +132,9 @@ def inputs(
         all_tokens = draft[torch.arange(batch), torch.where(parent < i, parent + 1, 0)[:, 0]]
         q = all_tokens
         if without_replacement:
-            for j in range(i):
-                drafted = q.scatter(1, tokens[:, j:j + 1], 0.0)
-                q = torch.where(parents[:, j:j + 1] == parent, drafted, q)
+            # an extra column takes the tokens of other nodes' children
+            drafted = torch.where(parents[:, :i] == parent, tokens[:, :i], vocab)
+            q = torch.nn.functional.pad(q, (0, 1)).scatter(1, drafted, 0.0)[:, :vocab]
         # a small vocabulary may have no other token left
         q = torch.where(q.sum(-1, keepdim=True) > 0, q, all_tokens)
         tokens[:, i] = torch.multinomial(q, 1, generator=gen)[:, 0]

@@ -51,7 +51,7 @@ from .circumstances.argument_circumstances import STEPPED
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
-SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S = 2e-4, 300, 5e-4
+SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S, SLOW_BACKWARDS = 2e-4, 300, 5e-4, 4
 CONFIRMING = 256                               # of a leak: a compiler leaves 100 objects once
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 # Rounds of calls with other contents, and CPU time for them: of what grows in the first, many more
@@ -280,7 +280,7 @@ def _copied(value: Any) -> Any:
 def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                          seed: int = 0, calls: int = 80) -> CaseResult:
     """Calls the kernel with its backward many times, and without: nothing is left behind. A slow
-    one is called a quarter as often."""
+    one is called a fifth as often."""
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
         return _result(kernel, case, dtype, f"{calls} backward passes", seed, status, kind, detail,
                        reasons)
@@ -303,11 +303,12 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
     inputs, ran = [v for v in values.values() if isinstance(v, Tensor)], False
     try:
         began = time.thread_time()
-        for _ in range(calls // 10):           # what autograd sets up is no leak
+        for done in range(1, calls // 10 + 1):     # what autograd sets up is no leak
             run()
             ran = True
-        if time.thread_time() - began > calls // 10 * SLOW_BACKWARD_S:
-            calls //= 4
+            if done >= SLOW_BACKWARDS and time.thread_time() - began > done * SLOW_BACKWARD_S:
+                calls //= 5
+                break
         # a graph is garbage that is due; and a heap may grow once
         leak = ""
         for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):

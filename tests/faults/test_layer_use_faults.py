@@ -13,7 +13,7 @@ from layerzero.verify.certification.circumstances.backward_circumstances import 
     check_between,
 )
 from layerzero.verify.certification.circumstances.dtype_circumstances import OtherDtype
-from layerzero.verify.certification.second_derivative import check_second_order
+from layerzero.verify.certification.second_derivative import check_second_order, is_right_or_raises
 from layerzero.verify.certification.unused_places import unused_place_checks
 from layerzero.verify.diagnosis.diagnose import CLASSES, diagnose
 from layerzero.verify.kernel.contract import check_case
@@ -35,8 +35,9 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "views_the_gradient_as_rows": {"rows": (2, 7)},
     "masks_the_gradient_of_a_relu_in_place": {"activation": "relu", "bias": False},
     "weights_of_zero_have_no_gradient": {"silent": True}}
-BACKWARDS = ("keeps_its_inputs_without_their_version", "loses_the_weight_in_a_second_derivative",
+BACKWARDS = ("keeps_its_inputs_without_their_version",
              "gradient_of_the_second_bias_needs_the_first")
+SECOND = "loses_the_weight_in_a_second_derivative"
 UNUSED = ("tokens_of_no_expert_are_multiplied_by_zero",
           "rows_past_the_last_group_are_multiplied_by_zero")
 DTYPES: dict[str, tuple[dict[str, Any], str]] = {
@@ -46,7 +47,7 @@ DTYPES: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_every_fault_has_a_class_and_a_test() -> None:
     assert {kind for f in LAYER_USE_FAULTS for kind in f.kinds} <= CLASSES.keys()
-    assert PLANTED.keys() == {*CASES, *GRADIENTS, *BACKWARDS, *UNUSED, *DTYPES}
+    assert PLANTED.keys() == {*CASES, *GRADIENTS, *BACKWARDS, *UNUSED, *DTYPES, SECOND}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,6 +76,13 @@ def test_another_backward_meets_it(name: str) -> None:
     results = [check() for check in backward_checks(kernel, "cpu", "full", 0)]
     assert [r for r in results if r.status == "failed"]
     assert all(r.kinds == ("gradient",) for r in results if r.status == "failed")
+
+
+def test_a_certificate_tells_of_a_second_derivative_that_is_wrong_in_silence() -> None:
+    kernel = PLANTED[SECOND].kernel()
+    results = [check() for check in backward_checks(kernel, "cpu", "full", 0)]
+    assert not [r for r in results if r.status == "failed"]
+    assert is_right_or_raises(results) is False
 
 
 @pytest.mark.parametrize("name", UNUSED)
@@ -107,7 +115,8 @@ def test_sound_backwards_pass(name: str) -> None:
     kernel = next(k for k in worlds.current().catalog.kernels if k.id == name)
     case = gradient_cases(kernel.op)[0]
     assert check_gradients(kernel, case, "float32").passed
-    assert check_second_order(kernel, case, "float32").passed
+    second = check_second_order(kernel, case, "float32")
+    assert second.passed and is_right_or_raises([second]) is True
     assert check_between(kernel, case, "float32").passed
 
 

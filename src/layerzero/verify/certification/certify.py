@@ -53,6 +53,7 @@ from .checks import COMPILES_S, absence, checks_of, refused_by_hardware
 from .circumstances.content_circumstances import check_contents
 from .coverage import NOTHING, Coverage, measure_coverage
 from .non_finite import nan_propagates
+from .second_derivative import is_right_or_raises
 
 # with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
@@ -374,6 +375,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=bool(kernel.op.tensors), nan_propagates=nan_propagates(kernel, device),
+        second_order=is_right_or_raises(verdict.results),
         covers=str(verdict.coverage), misses="; ".join(verdict.coverage.missing), made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))

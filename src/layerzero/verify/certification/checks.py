@@ -304,7 +304,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
                             *((ChangedInPart(name),) if first else ())))
         first = first and not ranked
     # last: what is kept of any call shows in others too
-    yield from after_inference_checks(kernel, device, seed)
+    yield from after_inference_checks(kernel, device, lane, seed)
     yield from generator_checks(kernel, device, seed)
 
 

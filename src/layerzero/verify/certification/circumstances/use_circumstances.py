@@ -16,7 +16,7 @@ from ....machine.faults import FAULTS, classify, reason_of
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.chosen_cells import Cell
-from ...cases.generated import Case, is_accepted
+from ...cases.generated import Case, given_arguments, is_accepted
 from ...kernel.case_sizes import numbers_of, relative_size
 from ...kernel.circumstance import Circumstance
 from ...kernel.contract import (
@@ -163,30 +163,35 @@ def check_generator(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
     return result("passed")
 
 
-def after_inference_checks(kernel: Kernel, device: str,
+def after_inference_checks(kernel: Kernel, device: str, lane: str,
                            seed: int) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
     if kernel.differentiable and op.differentiable:
         yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, seed)
                     for case in gradient_cases(op)[:INFERENCE_CASES])
         yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, seed, True)
-                    for case in _new_sizes(op, seed))
+                    for case in _new_sizes(op, lane, seed))
 
 
-def _new_sizes(op: Op, seed: int) -> list[Case]:
+def _new_sizes(op: Op, lane: str, seed: int) -> list[Case]:
     """Returns the cases with fewest and with most tensors, each with one size that no other check
-    asks for: what is kept by size is then made in inference mode."""
+    asks for: what is kept by size is then made in inference mode. Beyond the quick lane every case
+    that gives other arguments, with each of its sizes."""
     def tensors(case: Case) -> int:
         return len(case_tensors(op, case, op.dtypes[0]))
 
     cases = gradient_cases(op)
     found: list[Case] = []
-    for base in (min(cases, key=tensors), max(cases, key=tensors)):
-        sized = ({**base, n: base.get(n, d) + NEW_SIZE + 2 * seed}
+    bases = {"fewest": min(cases, key=tensors), "most": max(cases, key=tensors)}
+    if lane != "quick":
+        bases |= {str(sorted(given_arguments(op, case_values(op, case, op.dtypes[0])))): case
+                  for case in reversed(cases)}
+    for i, base in enumerate(bases.values()):
+        sized = ({**base, n: base.get(n, d) + NEW_SIZE + 2 * seed + 4 * i}
                  for n, d in numbers_of(op).items()
                  if type(d) is int and type(base.get(n, d)) is int and base.get(n, d) > 0)
         found += list(islice((case for case in sized if is_accepted(op, case, seed=seed)),
-                             NEW_SIZES))
+                             NEW_SIZES if lane == "quick" else None))
     return found
 
 

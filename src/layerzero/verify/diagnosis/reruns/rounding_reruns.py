@@ -54,13 +54,16 @@ def explain_by_rounded_argument(kernel: Kernel, failed: Sequence[CaseResult],
 
 
 def _rounded(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Returns the call with a tensor that bfloat16 holds; None where it did before, and for a
-    number: one factor for all is as well another factor."""
+    """Returns the call with a tensor that bfloat16 holds; None where it did before, where a number
+    becomes an infinity by it, which is another call, and for a number: one factor for all is as
+    well another factor."""
     t = values[name]
     if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64):
         return None
     rounded = t.bfloat16().to(t.dtype)
-    return None if torch.equal(rounded, t) else {**values, name: rounded}
+    if torch.equal(rounded, t) or bool((rounded.isinf() & ~t.isinf()).any()):
+        return None
+    return {**values, name: rounded}
 
 
 def explain_by_rounded_result(kernel: Kernel, failed: Sequence[CaseResult],

@@ -4,7 +4,7 @@ contiguous memory. What mends a call says what is wrong with the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -266,6 +266,28 @@ def plain_failures(kernel: Kernel, failed: Sequence[CaseResult], results: Sequen
     cells += [(case, dtype, 0) for dtype in op.dtypes if dtype not in dtypes for case in op.cases]
     tried = (check_case(kernel, case, dtype, device, seed) for case, dtype, seed in cells)
     return list(islice((r for r in tried if r.status == "failed"), 4))
+
+
+def calls_of_other_contents(kernel: Kernel, r: CaseResult, device: str) -> Iterator[dict[str, Any]]:
+    """Yields calls of the same sizes, memory and arguments: with other numbers, and without an
+    option of the case that draws other ones, as ids that all are the same."""
+    op = kernel.op
+
+    def form(values: dict[str, Any]) -> list[Any]:
+        return [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v
+                for v in values.values()]
+
+    own = form(case_values(op, r.case, r.dtype, device, r.seed))
+    for by in (1001, 1002, 1003):
+        yield case_values(op, r.case, r.dtype, device, r.seed + by)
+    for option in [n for n in r.case if n not in op.by_name and n not in numbers_of(op)]:
+        case = {n: v for n, v in r.case.items() if n != option}
+        try:
+            values = case_values(op, case, r.dtype, device, r.seed)
+        except FAULTS:                         # options that go together
+            continue
+        if form(values) == own:
+            yield values
 
 
 def row_dim(op: Op) -> str:

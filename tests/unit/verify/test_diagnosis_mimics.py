@@ -6,11 +6,13 @@ from typing import Any
 
 from test_diagnosis import named
 
+from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.cross_entropy import OP as CROSS_ENTROPY
 from layerzero.ops.group_norm import OP as GROUP_NORM
 from layerzero.ops.layer_norm import OP as LAYER_NORM
 from layerzero.ops.moe import OP as MOE
 from layerzero.ops.moe_gate import OP as MOE_GATE
+from layerzero.ops.rms_norm import OP as RMS_NORM
 
 Values = dict[str, Any]
 
@@ -84,3 +86,22 @@ def last_of_equals(v: Values) -> Any:
 def test_ties_are_still_named() -> None:
     assert named(MOE_GATE, last_of_equals, {"special": "ties"},
                  {"special": "ties", "scoring": "sigmoid"}).kind == "ties"
+
+
+def test_an_argument_of_the_first_call_of_a_size_is_kept() -> None:
+    built: dict[int, float] = {}
+
+    def offset_of_the_first(v: Values) -> Any:
+        offset = built.setdefault(v["x"].shape[-1], v["offset"])
+        return RMS_NORM.reference(**{**v, "offset": offset})
+
+    assert named(RMS_NORM, offset_of_the_first, {}, {"offset": 1.0},
+                 {"offset": 1.0, "rows": (5,)}).kind == "state"
+
+
+def test_a_cap_whose_number_is_not_read_is_no_scale() -> None:
+    def capped_by_ten(v: Values) -> Any:
+        return ATTENTION.reference(**{**v, "softcap": 10.0 if v["softcap"] > 0 else 0.0})
+
+    assert named(ATTENTION, capped_by_ten, {}, {"softcap": 30.0},
+                 {"softcap": 4.0, "causal": True}, {"causal": True}).kind != "scale"

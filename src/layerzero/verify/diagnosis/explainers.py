@@ -24,9 +24,14 @@ from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind
 from .doubts import doubt_about
 from .evidence import Evidence, Explanation
 from .reruns.boundary_reruns import explain_by_boundaries
-from .reruns.call_orders import depends_on_earlier_calls, keeps_by_shape
+from .reruns.call_orders import (
+    depends_on_earlier_calls,
+    keeps_argument_by_shape,
+    keeps_by_shape,
+)
 from .reruns.calls_again import (
     fails_again,
+    gives_the_same_for_all,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
     is_right_with_small_gaps,
@@ -131,7 +136,7 @@ def _by_direction(e: Evidence) -> Explanation | None:
 
 def _by_call_order(e: Evidence) -> Explanation | None:
     if not (depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device)
-            or e.ask(keeps_by_shape)):
+            or e.ask(keeps_by_shape) or e.ask(keeps_argument_by_shape)):
         return None
     # memory that is used again looks like something that was kept
     return explain_by_memory(e.kernel, e.forward, e.device) or (
@@ -297,9 +302,16 @@ def _by_fact(e: Evidence) -> Explanation | None:
         return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
     if e.several_arguments or e.is_rounded_somewhere:
         return None
-    return next(((kind, f"right without {name} alone: {e.detail}")
+    return next(((_unless_unread(e, name, kind), f"right without {name} alone: {e.detail}")
                  for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
                  for name in e.arguments if fact in name), None)
+
+
+def _unless_unread(e: Evidence, name: str, kind: str) -> str:
+    """Returns the class, unless it is of a factor whose number is not read: one of its own, or of
+    an earlier call, is taken."""
+    return "convention" if kind == "scale" and gives_the_same_for_all(
+        e.kernel, e.forward, name, e.device) else kind
 
 
 def _by_smaller_calls(e: Evidence) -> Explanation | None:

@@ -32,6 +32,7 @@ from ...kernel.contract import (
 )
 from ...kernel.gradients import requiring_grad
 from ...kernel.guarded import with_layout
+from ...kernel.results import are_equal
 from ..conditions import find_circumstance
 
 
@@ -101,6 +102,23 @@ def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: st
                             for v, u in zip(neutral[n], neutral[m]))}
         common = fixed if common is None else common & fixed
     return sorted(common or ())
+
+
+def gives_the_same_for_all(kernel: Kernel, failed: Sequence[CaseResult], name: str,
+                           device: str) -> bool:
+    """Have sampled failing calls the same result whatever positive number this argument is?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 2)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        number = values.get(name)
+        if type(number) is not float or number <= 0:
+            return False
+        with torch.no_grad():
+            first, *others = (results_of(call(kernel, {**values, name: number * by}))
+                              for by in (1.0, 0.5, 2.0))
+        if not all(are_equal(first, other) for other in others):
+            return False
+    return bool(sample)
 
 
 def _adds_results(op: Op, values: dict[str, Any], name: str) -> bool:

@@ -78,6 +78,7 @@ _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 _OF_LAYOUT = ("stride_last", "contiguous")
 # Complaints about memory that numbers which are wrong in a single call outrank.
 _OF_SHARING = ("aliasing", "result")
+FAR_BEYOND = 1000.0                            # times what is allowed
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -391,6 +392,9 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
     if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight):
+        return None
+    # so far beyond what 16 bits allow it is as large as the numbers themselves
+    if any(FAR_BEYOND < ratio < math.inf for ratio in ratios) and not e.ask(is_small_beside_rows):
         return None
     # a part of each row may be rounded alone
     if not e.ask(is_rounding) and not (e.is_right_when_wide and e.is_slight

@@ -4,6 +4,7 @@ before it?"""
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def follows_earlier_calls(kernel: Kernel, r: CaseResult, values: dict[str, Any],
     with torch.no_grad():
         if _repeats(kernel, r, values, device):
             return True
-        runs, end = [], time.process_time() + LIMIT_S
+        runs: list[Results] = []
+        end = time.process_time() + LIMIT_S
         while len(runs) < RUNS and (len(runs) < FEWEST or time.process_time() < end):
             runs.append(results_of(call(kernel, values)))
     return _comes_round(runs) or _drifts(runs)
@@ -54,10 +56,10 @@ def _comes_round(runs: list[Results]) -> bool:
 def _drifts(runs: list[Results]) -> bool:
     """Do results change less and less from call to call, or as much, or more and more? Among chance
     changes one is out of order."""
-    steps = [_distance(a, b) for a, b in zip(runs, runs[1:])]
+    steps = [_distance(a, b) for a, b in pairwise(runs)]
     steps = steps[:FEWEST] if all(step > 0 for step in steps[:FEWEST]) else []
-    return len(steps) > 4 and (all(b <= a * (1 + 1e-3) for a, b in zip(steps, steps[1:]))
-                               or all(b >= a * (1 - 1e-3) for a, b in zip(steps, steps[1:])))
+    return len(steps) > 4 and (all(b <= a * (1 + 1e-3) for a, b in pairwise(steps))
+                               or all(b >= a * (1 - 1e-3) for a, b in pairwise(steps)))
 
 
 def _distance(a: Results, b: Results) -> float:

@@ -245,17 +245,19 @@ def _likenesses(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> li
 def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:
     """Yields none where there is nothing to compare. Results of a few numbers, as a loss, are taken
     together over many drawings."""
-    firsts: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+    calls: list[dict[str, Any]] = []
+    firsts: list[tuple[Tensor, Tensor]] = []
     end = time.process_time() + LIMIT_S
     for by in (0, *range(1001, 1001 + MANY)):
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
         first = _first_error(kernel, values)
         if first is None:
             return
-        firsts.append((values, *first))
+        calls.append(values)
+        firsts.append(first)
         if first[0].numel() > FEW_NUMBERS or time.process_time() > end:
             break
-    error, size = (torch.cat([f[i].reshape(-1) for f in firsts]) for i in (1, 2))
+    error, size = (torch.cat([f[i].reshape(-1) for f in firsts]) for i in (0, 1))
     least = max(4 * torch.finfo(getattr(torch, r.dtype)).eps, 2.0 ** -20)
     step = max(min(4 * float(error.norm() / size.norm().clamp(min=1e-300)), 0.05), least)
     draw = torch.Generator().manual_seed(r.seed)
@@ -267,7 +269,7 @@ def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:
     for _ in range(3):
         again = [_first_error(kernel, {
             n: near(v) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1
-            else v for n, v in values.items()}) for values, _, _ in firsts]
+            else v for n, v in values.items()}) for values in calls]
         errors = [e[0].reshape(-1) for e in again if e is not None]
         if len(errors) == len(firsts) and sum(map(len, errors)) == len(error):
             yield float(torch.nn.functional.cosine_similarity(error, torch.cat(errors), dim=0))

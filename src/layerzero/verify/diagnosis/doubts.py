@@ -25,7 +25,13 @@ from ..kernel.contract import (
     refusals,
     upcast,
 )
-from .reruns.calls_again import are_close, confirmed_arguments, is_right, sample_failures
+from .reruns.calls_again import (
+    are_close,
+    calls_of_other_contents,
+    confirmed_arguments,
+    is_right,
+    sample_failures,
+)
 from .reruns.kept_reruns import is_wrong_in_turn
 from .reruns.order_reruns import argument_in_order
 from .reruns.rounding_reruns import errors_come_again
@@ -68,7 +74,7 @@ def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str
     copies = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
     if is_right(kernel, copies, r.dtype):
         return "the same call is right in other memory"
-    others = (case_values(kernel.op, r.case, r.dtype, device, r.seed + by) for by in (1001, 1002))
+    others = calls_of_other_contents(kernel, r, device)
     if any(is_right(kernel, other, r.dtype) for other in others):
         return "a call of the same sizes is right with other numbers"
     small = _scaled(kernel.op, values, 1 / 8)

@@ -24,9 +24,14 @@ from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind
 from .doubts import doubt_about
 from .evidence import Evidence, Explanation
 from .reruns.boundary_reruns import explain_by_boundaries
-from .reruns.call_orders import depends_on_earlier_calls, keeps_by_shape
+from .reruns.call_orders import (
+    depends_on_earlier_calls,
+    keeps_argument_by_shape,
+    keeps_by_shape,
+)
 from .reruns.calls_again import (
     fails_again,
+    gives_the_same_for_all,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
     is_right_with_small_gaps,
@@ -73,6 +78,7 @@ _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 _OF_LAYOUT = ("stride_last", "contiguous")
 # Complaints about memory that numbers which are wrong in a single call outrank.
 _OF_SHARING = ("aliasing", "result")
+FAR_BEYOND = 1000.0                            # times what is allowed
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -131,7 +137,7 @@ def _by_direction(e: Evidence) -> Explanation | None:
 
 def _by_call_order(e: Evidence) -> Explanation | None:
     if not (depends_on_earlier_calls(e.kernel, e.forward, e.results, e.device)
-            or e.ask(keeps_by_shape)):
+            or e.ask(keeps_by_shape) or e.ask(keeps_argument_by_shape)):
         return None
     # memory that is used again looks like something that was kept
     return explain_by_memory(e.kernel, e.forward, e.device) or (
@@ -297,9 +303,16 @@ def _by_fact(e: Evidence) -> Explanation | None:
         return "layout", f"right with the same numbers in contiguous memory: {e.detail}"
     if e.several_arguments or e.is_rounded_somewhere:
         return None
-    return next(((kind, f"right without {name} alone: {e.detail}")
+    return next(((_unless_unread(e, name, kind), f"right without {name} alone: {e.detail}")
                  for fact, kind in CLASS_OF_ARGUMENT if fact in e.where
                  for name in e.arguments if fact in name), None)
+
+
+def _unless_unread(e: Evidence, name: str, kind: str) -> str:
+    """Returns the class, unless it is of a factor whose number is not read: one of its own, or of
+    an earlier call, is taken."""
+    return "convention" if kind == "scale" and gives_the_same_for_all(
+        e.kernel, e.forward, name, e.device) else kind
 
 
 def _by_smaller_calls(e: Evidence) -> Explanation | None:
@@ -379,6 +392,9 @@ def _by_rounding(e: Evidence) -> Explanation | None:
     if e.op.family == "sampling" and math.inf in ratios:       # tokens do not round
         return None
     if not ratios or min(ratios) <= 1 or not (e.is_right_when_wide or e.is_slight):
+        return None
+    # so far beyond what 16 bits allow it is as large as the numbers themselves
+    if any(FAR_BEYOND < ratio < math.inf for ratio in ratios) and not e.ask(is_small_beside_rows):
         return None
     # a part of each row may be rounded alone
     if not e.ask(is_rounding) and not (e.is_right_when_wide and e.is_slight

@@ -3,6 +3,7 @@ others depends on what the kernel keeps of them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -15,9 +16,10 @@ from ....spec.kernel import Kernel
 from ...cases.drawn_sizes import allowed_facts
 from ...kernel.case_sizes import numbers_of
 from ...kernel.contract import CaseResult, call, case_refusals, case_values, refusals
-from .calls_again import is_right, sample_failures
+from .calls_again import is_right, sample_failures, values_of
 
 Call = dict[str, Any]
+LIMIT_S = 1.0                                  # of CPU time
 
 
 def depends_on_earlier_calls(kernel: Kernel, failed: Sequence[CaseResult],
@@ -33,6 +35,42 @@ def keeps_by_shape(kernel: Kernel, failed: Sequence[CaseResult], device: str) ->
     whichever numbers come first? Six times: each may be so for the sake of its numbers."""
     return any(all(_is_kept(kernel, case, r, device, (-1) ** i) for i, case in enumerate(cases))
                for r in sample_failures(failed, 2) for cases in _new_sizes(kernel, r, device))
+
+
+def keeps_argument_by_shape(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is the first call of new sizes right and the next of the same sizes wrong, with an argument
+    and without it, whichever comes first? Six times."""
+    end = time.process_time() + LIMIT_S
+    numbers = [(name, n) for name, n in numbers_of(kernel.op).items() if type(n) is int]
+    for r in sample_failures(failed, 2):
+        options = {n: v for n, v in r.case.items() if n not in numbers_of(kernel.op)}
+        for given in _given_numbers(kernel, r, device):
+            for name, _ in numbers:
+                if time.process_time() > end:
+                    return False
+                cases = [{**options, name: 139 + by} for by in (0, 16, 4, 18, 6, 22)]
+                if all(_is_argument_kept(kernel, case, r, given, device, (-1) ** i)
+                       for i, case in enumerate(cases)):
+                    return True
+    return False
+
+
+def _given_numbers(kernel: Kernel, r: CaseResult, device: str) -> list[tuple[str, Any]]:
+    """Returns the optional arguments that are given and no tensors, with what is given."""
+    op, values = kernel.op, values_of(kernel, r, device)
+    return [(p.name, values[p.name]) for p in op.params if values is not None and not p.required
+            and p.name != op.variant and not isinstance(values[p.name], Tensor)
+            and values[p.name] != p.default]
+
+
+def _is_argument_kept(kernel: Kernel, case: dict[str, Any], r: CaseResult, given: tuple[str, Any],
+                      device: str, order: int) -> bool:
+    if (allowed_facts(kernel.op, case, r.dtype, r.seed) is None
+            or case_refusals(kernel, case, r.dtype, device, r.seed)):
+        return False
+    values, (name, value) = case_values(kernel.op, case, r.dtype, device, r.seed), given
+    both = [{**values, name: v} for v in (value, kernel.op.by_name[name].default)][::order]
+    return [is_right(kernel, v, r.dtype) for v in both] == [True, False]
 
 
 def _new_sizes(kernel: Kernel, r: CaseResult, device: str) -> Iterator[list[dict[str, Any]]]:

@@ -4,7 +4,7 @@ contiguous memory. What mends a call says what is wrong with the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -32,6 +32,7 @@ from ...kernel.contract import (
 )
 from ...kernel.gradients import requiring_grad
 from ...kernel.guarded import with_layout
+from ...kernel.results import are_equal
 from ..conditions import find_circumstance
 
 
@@ -101,6 +102,23 @@ def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: st
                             for v, u in zip(neutral[n], neutral[m]))}
         common = fixed if common is None else common & fixed
     return sorted(common or ())
+
+
+def gives_the_same_for_all(kernel: Kernel, failed: Sequence[CaseResult], name: str,
+                           device: str) -> bool:
+    """Have sampled failing calls the same result whatever positive number this argument is?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 2)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        number = values.get(name)
+        if type(number) is not float or number <= 0:
+            return False
+        with torch.no_grad():
+            first, *others = (results_of(call(kernel, {**values, name: number * by}))
+                              for by in (1.0, 0.5, 2.0))
+        if not all(are_equal(first, other) for other in others):
+            return False
+    return bool(sample)
 
 
 def _adds_results(op: Op, values: dict[str, Any], name: str) -> bool:
@@ -266,6 +284,28 @@ def plain_failures(kernel: Kernel, failed: Sequence[CaseResult], results: Sequen
     cells += [(case, dtype, 0) for dtype in op.dtypes if dtype not in dtypes for case in op.cases]
     tried = (check_case(kernel, case, dtype, device, seed) for case, dtype, seed in cells)
     return list(islice((r for r in tried if r.status == "failed"), 4))
+
+
+def calls_of_other_contents(kernel: Kernel, r: CaseResult, device: str) -> Iterator[dict[str, Any]]:
+    """Yields calls of the same sizes, memory and arguments: with other numbers, and without an
+    option of the case that draws other ones, as ids that all are the same."""
+    op = kernel.op
+
+    def form(values: dict[str, Any]) -> list[Any]:
+        return [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v
+                for v in values.values()]
+
+    own = form(case_values(op, r.case, r.dtype, device, r.seed))
+    for by in (1001, 1002, 1003):
+        yield case_values(op, r.case, r.dtype, device, r.seed + by)
+    for option in [n for n in r.case if n not in op.by_name and n not in numbers_of(op)]:
+        case = {n: v for n, v in r.case.items() if n != option}
+        try:
+            values = case_values(op, case, r.dtype, device, r.seed)
+        except FAULTS:                         # options that go together
+            continue
+        if form(values) == own:
+            yield values
 
 
 def row_dim(op: Op) -> str:

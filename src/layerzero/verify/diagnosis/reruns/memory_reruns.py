@@ -15,6 +15,7 @@ from ...kernel.contract import CaseResult, call, formula, results_of, upcast
 from ...kernel.guarded import guarded, poisoned_memory
 from ...kernel.results import are_equal, has_holes
 from .calls_again import are_close, is_right, sample_failures, values_of
+from .chance_reruns import follows_earlier_calls
 
 Values = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy
@@ -55,7 +56,8 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
         if any(not are_equal(first, other) for other in again):
             all_right = all(are_close(kernel.op, r.dtype, out, expected)
                             for out in (first, *again))
-            if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
+            if all_right or (kernel.deterministic and "non-determinism" in r.kinds
+                             and not follows_earlier_calls(kernel, r, values, device)):
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
     return None

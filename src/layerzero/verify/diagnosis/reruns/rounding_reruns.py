@@ -4,6 +4,7 @@ other numbers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from ...kernel.contract import (
 from .calls_again import is_right, sample_failures
 
 FEW = 6                                        # numbers of a result that may be round by chance
+FEW_NUMBERS, MANY = 8, 23                      # of a result, and drawings that make up for them
+LIMIT_S = 0.5                                  # of CPU time for these
 
 
 def is_wrong_when_wide(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
@@ -243,12 +246,21 @@ def _likenesses(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> li
 
 
 def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:
-    """Yields none where there is nothing to compare."""
-    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-    first = _first_error(kernel, values)
-    if first is None:
-        return
-    error, size = first
+    """Yields none where there is nothing to compare. Results of a few numbers, as a loss, are taken
+    together over many drawings."""
+    calls: list[dict[str, Any]] = []
+    firsts: list[tuple[Tensor, Tensor]] = []
+    end = time.process_time() + LIMIT_S
+    for by in (0, *range(1001, 1001 + MANY)):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
+        first = _first_error(kernel, values)
+        if first is None:
+            return
+        calls.append(values)
+        firsts.append(first)
+        if first[0].numel() > FEW_NUMBERS or time.process_time() > end:
+            break
+    error, size = (torch.cat([f[i].reshape(-1) for f in firsts]) for i in (0, 1))
     least = max(4 * torch.finfo(getattr(torch, r.dtype)).eps, 2.0 ** -20)
     step = max(min(4 * float(error.norm() / size.norm().clamp(min=1e-300)), 0.05), least)
     draw = torch.Generator().manual_seed(r.seed)
@@ -258,24 +270,26 @@ def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:
         return (t.double() * (1 + step * noise)).to(t.dtype)
 
     for _ in range(3):
-        moved = {n: near(v) if isinstance(v, Tensor) and v.is_floating_point()
-                 and v.dtype.itemsize > 1 else v for n, v in values.items()}
-        again = _first_error(kernel, moved)
-        if again is not None and again[0].shape == error.shape:
-            yield float(torch.nn.functional.cosine_similarity(error.reshape(-1),
-                                                              again[0].reshape(-1), dim=0))
+        again = [_first_error(kernel, {
+            n: near(v) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1
+            else v for n, v in values.items()}) for values in calls]
+        errors = [e[0].reshape(-1) for e in again if e is not None]
+        if len(errors) == len(firsts) and sum(map(len, errors)) == len(error):
+            yield float(torch.nn.functional.cosine_similarity(error, torch.cat(errors), dim=0))
 
 
 def _first_error(kernel: Kernel, values: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Returns the error of the result of floats that is most wrong, and that result."""
+    """Returns the error of the result of floats that is most wrong, and that result; of results
+    that have more than a few numbers, if there are any."""
     try:
         with torch.no_grad():
             pairs = [(got.double(), want) for got, want in zip(
                 results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
-                if isinstance(want, Tensor) and want.is_floating_point() and want.numel() > 8
+                if isinstance(want, Tensor) and want.is_floating_point() and want.numel()
                 and got.shape == want.shape]
     except FAULTS:
         return None
+    pairs = [pair for pair in pairs if pair[1].numel() > FEW_NUMBERS] or pairs
     errors = [((got - want).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
                want.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for got, want in pairs]
     return max(errors, default=None, key=lambda pair: float(

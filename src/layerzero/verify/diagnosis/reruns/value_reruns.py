@@ -17,7 +17,7 @@ from ....spec.op import Op
 from ...certification.invariance import axis_of
 from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
 from ...kernel.results import are_equal
-from .calls_again import is_right, sample_failures, values_of
+from .calls_again import calls_of_other_contents, is_right, sample_failures, values_of
 
 Values = dict[str, Any]
 FEW = 16                                       # numbers of a result that say nothing of a factor
@@ -255,7 +255,7 @@ def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
             continue
         if _is_right_without_ties(kernel, values, r.dtype):
             votes["ties"] += 1
-        elif wrong_in_the_tail(kernel, values, r.dtype):
+        elif _is_wrong_in_one_tail(kernel, r, values, device):
             votes["last rows"] += 1
     return _votes(votes, {
         "ties": "right where no two numbers of a row are equal",
@@ -264,8 +264,9 @@ def explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
 
 
 def _is_right_without_ties(kernel: Kernel, values: Values, dtype: str) -> bool:
-    """Do numbers without equal ones mend a call, where other numbers with the same ties do not? Not
-    where NaN is wrong: rows of zeros are equal too, and divided by their largest number."""
+    """Do numbers without equal ones mend a call, where other numbers with the same ties do not,
+    and none that is zero? Not where NaN is wrong: rows of zeros are equal too, and divided by their
+    largest number."""
     main = values[kernel.op.main_tensor]
     order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
     tied = main.float().clamp(-100, 100) * 1.25
@@ -273,8 +274,10 @@ def _is_right_without_ties(kernel: Kernel, values: Values, dtype: str) -> bool:
     name = kernel.op.main_tensor
     # zeros have one code, whatever their number
     counted = main[main != 0] if kernel.op.family == "quantization" else main
+    raised = [] if kernel.op.family == "quantization" else [main.float().clamp(-100, 100) + 101]
     return (_has_ties(counted) and is_right(kernel, {**values, name: spaced.to(main)}, dtype)
-            and not is_right(kernel, {**values, name: tied.to(main)}, dtype)
+            and not any(is_right(kernel, {**values, name: x.to(main)}, dtype)
+                        for x in (tied, *raised))
             and not differs_in_finiteness(kernel, values, dtype))
 
 
@@ -283,10 +286,24 @@ def _has_ties(t: Tensor) -> bool:
     return any(row.unique().numel() < row.numel() for row in rows)
 
 
-def wrong_in_the_tail(kernel: Kernel, values: Values, dtype: str) -> bool:
-    """Is the first result wrong in its last rows only, along an axis of which most rows are right,
-    and are the same rows right in a call that goes on behind them? What is wrong from a certain row
-    on stays so."""
+def _is_wrong_in_one_tail(kernel: Kernel, r: CaseResult, values: Values, device: str) -> bool:
+    """Is the call wrong in its last rows only, and with other numbers, ids and lengths in no other
+    rows? A place that contents fill up, as an expert's, ends where they say."""
+    tail = wrong_tail(kernel, values, r.dtype)
+    if tail is None:
+        return False
+    axis, bad = tail
+    for other in calls_of_other_contents(kernel, r, device):
+        rows = _wrong_rows(_first_wrong(kernel, other, r.dtype), axis)
+        if not bool(rows.any()) or bool(rows[:-bad].any()):
+            return False
+    return True
+
+
+def wrong_tail(kernel: Kernel, values: Values, dtype: str) -> tuple[int, int] | None:
+    """Returns the axis along which the first result is wrong in its last rows only, and how many
+    they are: fewer than are right, which the same rows are too in a call that goes on behind them.
+    What is wrong from a certain row on stays so."""
     op = kernel.op
     variant = values[op.variant] if op.variant else ""
     # a result of another shape than declared has the rows of the main tensor
@@ -307,10 +324,10 @@ def wrong_in_the_tail(kernel: Kernel, values: Values, dtype: str) -> bool:
             if (again.dim() == wrong.dim() and again.shape[axis] == 2 * count
                     and not bool(_wrong_rows(again, axis)[:count].any())
                     and _has_the_same_rows(op, values, longer, axis)):
-                return True
+                return axis, bad
     except FAULTS:
-        return False
-    return False
+        return None
+    return None
 
 
 def _has_the_same_rows(op: Op, values: Values, longer: Values, axis: int) -> bool:

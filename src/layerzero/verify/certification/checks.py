@@ -84,6 +84,7 @@ from .circumstances.use_circumstances import (
     generator_checks,
     rows_in_order_checks,
 )
+from .circumstances.value_circumstances import value_checks
 from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
@@ -299,6 +300,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
                               else (OtherLayout(name, "transposed"),)),
                             *((ChangedInPart(name),) if first else ())))
         first = first and not ranked
+    if lane != "quick":
+        yield from value_checks(kernel, cells, device, seed)
     # last: what is kept of any call shows in others too
     yield from after_inference_checks(kernel, device, seed)
     yield from generator_checks(kernel, device, seed)

@@ -84,7 +84,7 @@ from .circumstances.use_circumstances import (
     generator_checks,
     rows_in_order_checks,
 )
-from .circumstances.value_circumstances import value_checks
+from .circumstances.value_circumstances import gradient_value_checks, value_checks
 from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
@@ -455,6 +455,8 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                     for case, _ in pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
                     if "extreme" not in case
                     and has_plain_gradients(op, case, dtypes[0], device, seed))
+    if lane != "quick":
+        yield from gradient_value_checks(kernel, gradient_cases(op), device, seed)
     # other contents than before: what an earlier backward kept shows
     yield from (partial(check_gradients, kernel, _first_with(op, cases, name), dtypes[0], device,
                         seed + 1, name) for name in op.differentiable)

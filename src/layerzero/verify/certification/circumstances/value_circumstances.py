@@ -7,6 +7,7 @@ or holds too little by the numbers. So each case has them, in turns by the seed 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.chosen_cells import Cell
-from ...cases.generated import case_key, is_costly
+from ...cases.generated import Case, case_key, is_costly
 from ...kernel.contract import (
     CaseResult,
     Circumstance,
@@ -26,6 +27,8 @@ from ...kernel.contract import (
     case_tensors,
     check_case,
 )
+from ...kernel.gradients import check_gradients
+from .content_circumstances import holds_results
 from .row_circumstances import if_finite
 
 # What a common offset may be: its sums of a few hundred are within float16, and what bfloat16
@@ -63,7 +66,7 @@ REGIMES: Mapping[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "numbers about a large one": (lambda t: t + OFFSET, False),
     "numbers about a large negative one": (lambda t: t - OFFSET, False),
     "whole numbers": (lambda t: (t * 2).round(), True),
-    "rows of one number": (_rows_alike, True),
+    "rows of one number": (_rows_alike, False),    # what is left of a norm are roundings
     "rising rows": (lambda t: t.sort(-1).values, True),
     "falling rows": (lambda t: t.sort(-1, descending=True).values, True),
     "mostly zeros": (_mostly_zeros, True),
@@ -73,6 +76,10 @@ REGIMES: Mapping[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "a loud number in each row": (_loud_in_each_row, False),
 }
 ELEMENTS = 1 << 17                             # of all tensors of a case that has them
+POWERS = (15, 13, 11, 9)                       # of two, for the largest number of float16
+GRADIENT_CASES, RARE = 24, 7                   # at most; of the kinds one of so many
+LARGE = 200.0                                  # its exponential is infinite
+SHARES = ("dropout_p", "label_smoothing", "top_p", "min_p")     # which are at most 1
 SPREAD = 4                                     # of the tensors beside the main one: each so often
 
 
@@ -102,14 +109,73 @@ def is_free(t: Any) -> bool:
             and t.dim() > 0 and t.numel() > 1)
 
 
-def value_circumstances(op: Op) -> Iterator[Numbers]:
+class LargeBeside(Numbers):
+    """A scalar that is large beside large numbers: what it bounds may still be beyond the range of
+    an exponential."""
+
+    def __init__(self, op: Op, argument: str) -> None:
+        super().__init__(op.main_tensor, "large numbers")
+        self.argument = argument
+        self.name = f"given {argument} = {LARGE:g} beside large numbers"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        return super().alter(op, {**values, self.argument: LARGE})
+
+
+class NearTheEnd(Circumstance):
+    """One tensor of float16 has numbers so large that float16 just holds them and the results: not
+    their sums before they are divided, nor their products."""
+
+    even = False
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"filled with loud numbers of float16 in {tensor}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values.get(self.tensor)
+        if not is_free(t) or t.dtype != torch.float16 or not bool(t.isfinite().all()):
+            return None
+        size = float(t.abs().max())
+        for power in POWERS if size else ():
+            factor = 2.0 ** (power - math.ceil(math.log2(size)))
+            loud = if_finite(op, {**values, self.tensor: t * factor})
+            if loud is not None and holds_results(op, loud):
+                return loud
+        return None
+
+
+def value_circumstances(op: Op) -> Iterator[Circumstance]:
     """Yields every kind of numbers in every tensor."""
     yield from (Numbers(name, how) for name in op.tensors for how in REGIMES)
+    yield from map(NearTheEnd, op.tensors)
+    yield from (LargeBeside(op, name) for name in _bounds(op))
+
+
+def _bounds(op: Op) -> list[str]:
+    """Returns the scalars that may be large; scores times as much are beyond float32."""
+    return [p.name for p in op.params if type(p.default) is float and p.name != "scale"
+            and p.name not in SHARES]
 
 
 def _is_due(regime: int, turn: int, dtype: str) -> bool:
     """Is it asked at this dtype? Of a half dtype every one in one of the two, else every other."""
     return (regime + turn + (dtype == "bfloat16")) % 2 == 0
+
+
+def gradient_value_checks(kernel: Kernel, cases: Sequence[Case], device: str,
+                          seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields gradients of numbers of every kind, of each tensor some in one case and some in
+    another: a backward may divide by what the forward multiplied with. Zeros are for every case:
+    an activation has an edge there."""
+    op = kernel.op
+    if kernel.backend == "reference":
+        return
+    yield from (partial(check_gradients, kernel, case, op.dtypes[0], device, seed,
+                        altered=Numbers(name, how))
+                for i, case in enumerate(cases[:GRADIENT_CASES])
+                for j, name in enumerate(op.differentiable)
+                for k, how in enumerate(REGIMES)
+                if (i + j + k + seed) % RARE == 0 or (name == op.main_tensor and how == "zeros"))
 
 
 def value_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
@@ -131,3 +197,10 @@ def value_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
                     for j, how in enumerate(REGIMES)
                     if _is_due(j, turn, dtype)
                     and (name == op.main_tensor or (i + j // 2 + turn // 2) % SPREAD == 0))
+        if dtype == "float16":
+            yield from (partial(check_case, kernel, case, dtype, device, seed, NearTheEnd(name))
+                        for i, name in enumerate(tensors) if (i + turn) % SPREAD == 0)
+        elif dtype == op.dtypes[0]:
+            yield from (partial(check_case, kernel, case, dtype, device, seed,
+                                LargeBeside(op, name))
+                        for i, name in enumerate(_bounds(op)) if (i + turn) % SPREAD == 0)

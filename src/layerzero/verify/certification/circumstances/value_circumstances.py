@@ -92,9 +92,11 @@ class Numbers(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values.get(self.tensor)
-        if not is_free(t) or t.shape[-1] < 2:
+        if not is_free(t):
             return None
         changed = self.change(t).to(t.dtype)
+        if torch.equal(changed, t):            # rows of one number are in order
+            return None
         # probabilities, steps and scales keep their sign
         if not bool((t < 0).any()) and bool((changed < 0).any()):
             return None

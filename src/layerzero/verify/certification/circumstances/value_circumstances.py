@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -92,7 +92,8 @@ class Numbers(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values.get(self.tensor)
-        if not is_free(t):
+        # of NaN the sign is no matter, and where they go has a check of its own
+        if not is_free(t) or bool(t.isnan().any()):
             return None
         changed = self.change(t).to(t.dtype)
         if torch.equal(changed, t):            # rows of one number are in order
@@ -105,7 +106,7 @@ class Numbers(Circumstance):
         return if_finite(op, {**values, self.tensor: changed})
 
 
-def is_free(t: Any) -> bool:
+def is_free(t: Any) -> TypeGuard[Tensor]:
     """Is it a tensor of numbers, other than stored codes?"""
     return (isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize > 1
             and t.dim() > 0 and t.numel() > 1)

@@ -134,6 +134,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "group": 32, "bias": True} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "k": 37, "n": 17, "rows": (2, 3)} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "symmetric": False, "group": g} for f in ("int8", "int4") for g in (0, 32)),
+    # sums that are many times what is left of them without the zeros
+    {"format": "int4", "symmetric": False, "group": 128, "k": 512, "n": 16},
     *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),
     {"format": "int4", "group": 64, "k": 256, "n": 64, "rows": (18,)},
     {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},

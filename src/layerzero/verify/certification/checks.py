@@ -84,6 +84,7 @@ from .circumstances.use_circumstances import (
     generator_checks,
     rows_in_order_checks,
 )
+from .circumstances.value_circumstances import gradient_value_checks, value_checks
 from .dropout import dropout_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
@@ -303,6 +304,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
                               else (OtherLayout(name, "transposed"),)),
                             *((ChangedInPart(name),) if first else ())))
         first = first and not ranked
+    if lane != "quick":
+        yield from value_checks(kernel, cells, device, seed)
     # last: what is kept of any call shows in others too
     yield from after_inference_checks(kernel, device, lane, seed)
     yield from generator_checks(kernel, device, seed)
@@ -456,6 +459,8 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                     for case, _ in pair_cases(kernel, device, lane, seed).cells[seed % 2::2]
                     if "extreme" not in case
                     and has_plain_gradients(op, case, dtypes[0], device, seed))
+    if lane != "quick":
+        yield from gradient_value_checks(kernel, gradient_cases(op), device, seed)
     # other contents than before: what an earlier backward kept shows
     yield from (partial(check_gradients, kernel, _first_with(op, cases, name), dtypes[0], device,
                         seed + 1, name) for name in op.differentiable)

@@ -13,11 +13,13 @@ from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.op import Op
 from ..certification.circumstances.call_circumstances import circumstances
+from ..certification.circumstances.value_circumstances import value_circumstances
 from ..kernel.contract import CaseResult, Circumstance, case_values
 
 
 def find_circumstance(op: Op, name: str) -> Circumstance | None:
-    return next((c for c in circumstances(op, "full") if c.name == name), None)
+    every = itertools.chain(circumstances(op, "full"), value_circumstances(op))
+    return next((c for c in every if c.name == name), None)
 
 
 def failing_conditions(op: Op, results: Iterable[CaseResult], device: str = "cpu") -> str:

@@ -130,10 +130,10 @@ class LoudHalf(Circumstance):
         loud = if_finite(op, {**values, op.main_tensor: t * 2.0 ** round(math.log2(LOUD / size))})
         if loud is None or not bool(loud[op.main_tensor].isfinite().all()):
             return None
-        return loud if _holds_results(op, loud) else None
+        return loud if holds_results(op, loud) else None
 
 
-def _holds_results(op: Op, values: Values) -> bool:
+def holds_results(op: Op, values: Values) -> bool:
     """Has float16 room for the results, and do they change as little as the main tensor does? A
     softmax of loud scores tells roundings apart, and nothing about the range."""
     main = values[op.main_tensor]

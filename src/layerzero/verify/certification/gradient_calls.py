@@ -31,21 +31,23 @@ from ..kernel.contract import (
     CaseResult,
     call,
     case_facts,
+    case_tensors,
     case_values,
+    case_values_to_read,
     formula,
     refusals,
     results_of,
 )
-from ..kernel.gradients import check_gradients, requiring_grad
+from ..kernel.gradients import also_wanted, check_gradients, requiring_grad
 from ..kernel.guarded import poisoned_memory
 from ..kernel.output_grads import KINDS, SCALES, draw_output_grads
 from ..kernel.shared import compute_once
 from .calls import LEFT_OUT, Budget, meets_contract, passes_extra_check
-from .circumstances.backward_circumstances import SomeZeros, altered_gradient_checks
-from .circumstances.call_circumstances import UnusualValues
-from .circumstances.row_circumstances import ZeroRows
+from .circumstances.backward_circumstances import LAYOUTS, SomeZeros, altered_gradient_checks
+from .circumstances.call_circumstances import Expanded, UnusualValues
+from .circumstances.row_circumstances import OtherLayout, Shifted, ZeroRows
 
-GRADIENT_CALLS_S = 10.0                        # of CPU time in a kernel for all calls of a seed
+GRADIENT_CALLS_S = 8.0                         # of CPU time in a kernel for all calls of a seed
 LARGEST_CALL = 6e6                             # elements of a call that is differentiated
 NEAR = 0.25                                    # of the op's tolerance: the rest is judged
 CONTENTS = (ZeroRows(), SomeZeros(), UnusualValues("zeros"), UnusualValues("small numbers"))
@@ -54,13 +56,15 @@ Gradients = dict[str, Tensor]
 
 class GradientCall(NamedTuple):
     """One call: the tensors that want a gradient ("": all), the output gradient, which one of
-    several results is used, and what the tensors hold."""
+    several results is used, what the tensors hold or how one lies in memory, and a tensor that
+    wants a gradient beside those that have one always."""
 
     case: Case
     only: str
     of: str
     source: int | None
     altered: Circumstance
+    also: str = ""
 
 
 def gradient_call_checks(kernel: Kernel, device: str,
@@ -74,6 +78,7 @@ def gradient_call_checks(kernel: Kernel, device: str,
              if "extreme" not in case]
     # of what is drawn for the quick lane, a quarter of all remainders
     groups = [("arguments", pairs), ("a few hundred", long_calls(op, "full", seed)),
+              ("stress", [[case] for case in op.stress if "extreme" not in case]),
               ("a model", [[*g] for g in model_sizes(op, seed, "quick")]),
               *residues(op, "quick", seed),
               ("tiles beside arguments", [[*g] for g in sized_combinations(kernel, device, "quick",
@@ -98,7 +103,11 @@ def check_gradient_calls(kernel: Kernel, name: str, cases: Sequence[Sequence[Cas
             left += 1
             continue
         for case in group:
-            asked = _drawn(kernel.op, case, f"{name} {i} {seed}")
+            asked = _drawn(kernel.op, case, f"{name} {i} {seed}", dtype, device, seed)
+            if asked is None:
+                continue
+            if kernel.op.also_differentiable and i % 3 == 0 and not asked.only:
+                asked = asked._replace(also=also_wanted(kernel, case, dtype, device, seed))
             right = _looks_right(kernel, asked, dtype, device, seed)
             if right is None:
                 continue
@@ -106,7 +115,7 @@ def check_gradient_calls(kernel: Kernel, name: str, cases: Sequence[Sequence[Cas
             if not right:
                 judged = check_gradients(kernel, case, dtype, device, seed, asked.only,
                                          source=asked.source, of=asked.of,
-                                         altered=asked.altered)
+                                         altered=asked.altered, also=asked.also)
                 if judged.status == "failed":
                     return judged
             break
@@ -118,40 +127,58 @@ def check_gradient_calls(kernel: Kernel, name: str, cases: Sequence[Sequence[Cas
                                                else ""))
 
 
-def _drawn(op: Op, case: Case, key: str) -> GradientCall:
+def _drawn(op: Op, case: Case, key: str, dtype: str, device: str,
+           seed: int) -> GradientCall | None:
     """Returns the call with every tensor or some of them wanting a gradient, half of the time with
     an output gradient that is not of random numbers everywhere, at times with zeros among the
-    numbers."""
+    numbers or one tensor in another layout; None where the contract does not allow it."""
+    if not _is_call(op, case, dtype, device, seed):
+        return None
     rng = random.Random(f"{op.name} {key}")
     names = [n for n in op.differentiable if rng.random() < 0.5]
     some = " and ".join(names) if rng.random() < 0.6 else ""
     of = rng.choice(KINDS) if rng.random() < 0.5 else ""
     source = rng.choice((0, 1)) if rng.random() < 0.25 else None
-    return GradientCall(case, some, of, source, rng.choice(CONTENTS) if rng.random() < 0.3
-                        else AS_DECLARED)
+    altered = AS_DECLARED
+    if rng.random() < 0.5:
+        tensor = rng.choice(list(case_tensors(op, case, dtype, device, seed)))
+        layouts = (*(OtherLayout(tensor, layout) for layout in LAYOUTS), Shifted(tensor, True),
+                   Expanded(tensor, 0), Expanded(tensor, 1))
+        altered = rng.choice((*CONTENTS, *layouts))
+        if altered.alter(op, case_values_to_read(op, case, dtype, device, seed)) is None:
+            altered = AS_DECLARED
+    return GradientCall(case, some, of, source, altered)
+
+
+def _is_call(op: Op, case: Case, dtype: str, device: str, seed: int) -> bool:
+    """Does the contract allow the call, and is it small enough?"""
+    key = "case", repr(case), dtype, device, seed
+    try:
+        if not compute_once(op, ("meets the contract", *key), lambda: meets_contract(
+                op, case, dtype, device, seed), nbytes=0):
+            return False
+        if sum(t.numel() for t in case_tensors(op, case, dtype, device, seed).values()
+               ) > LARGEST_CALL:
+            return False
+        values = case_values_to_read(op, case, dtype, device, seed)
+        return bool(compute_once(op, ("extra check", *key), lambda: passes_extra_check(
+            op, values, case_facts(op, case, dtype, device, seed)), nbytes=0))
+    except FAULTS:                             # not every size makes a call
+        return False
 
 
 def _looks_right(kernel: Kernel, asked: GradientCall, dtype: str, device: str,
                  seed: int) -> bool | None:
-    """Are the gradients near those of the eager formula? None where there is no such call, or the
-    kernel refuses it, or the formula has no gradient either."""
+    """Are the gradients near those of the eager formula? None where the kernel refuses the call, or
+    the formula has no gradient either."""
     op = kernel.op
     key = "case", repr(asked.case), dtype, device, seed
     try:
-        if not compute_once(op, ("meets the contract", *key), lambda: meets_contract(
-                op, asked.case, *key[2:]), nbytes=0):
-            return None
-        drawn = case_values(op, asked.case, dtype, device, seed)
-        if not compute_once(op, ("extra check", *key), lambda: passes_extra_check(
-                op, drawn, case_facts(op, asked.case, *key[2:])), nbytes=0):
-            return None
-        if sum(v.numel() for v in drawn.values() if isinstance(v, Tensor)) > LARGEST_CALL:
-            return None
-        altered = asked.altered.alter(op, drawn)
-        values = requiring_grad(op, drawn if altered is None else altered, asked.only)
+        values = requiring_grad(op, asked.altered.alter(op, case_values(
+            op, asked.case, dtype, device, seed)) or {}, asked.only, asked.also)
         if refusals(kernel, values):
             return None
-        asked_for = asked.only, asked.of, asked.source, asked.altered.name
+        asked_for = asked.only, asked.also, asked.of, asked.source, asked.altered.name
         want: Gradients = compute_once(op, ("gradients of a call", *asked_for, *key),
                                        lambda: _gradients(partial(formula, op), values, asked))
     except FAULTS:                             # not every size makes a call

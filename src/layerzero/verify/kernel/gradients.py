@@ -43,7 +43,7 @@ from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layo
 from .judging import ROUNDINGS, judge_result
 from .output_grads import SCALES, draw_output_grads
 from .process_state import COMPILING, ONCE, process_state, put_back
-from .results import Complaint, find_wrong_shapes, storage_address
+from .results import Complaint, find_aliasing, find_wrong_shapes, storage_address
 from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
@@ -185,7 +185,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     try:
         with altered.around(device):
             results = results_of(call(kernel, values))
-        wrong = [*find_wrong_shapes(results, results_of(op.meta(**values)))]
+        wrong = [*find_wrong_shapes(results, results_of(op.meta(**values))),
+                 *find_aliasing([results], values)]
         if wrong:
             return result("failed", wrong)
         output_grads = [g if source is None or source % len(results) == i else None
@@ -198,7 +199,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     expected: ExpectedGradients = compute_once(
         op, contents and ("gradients", contents, _wanting(values), summed, source, altered.name,
                           of, tuple((r.shape, r.dtype) for r in results)),
-        lambda: _expected_gradients(op, values, output_grads))
+        lambda: _expected_gradients(op, values, output_grads, SCALES.get(of, 1.0)))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
             if expected.recorded[i] and e.numel() and not r.requires_grad]
     if lost:
@@ -313,14 +314,14 @@ class ExpectedGradients(NamedTuple):
     eager_grads: dict[str, Tensor]
 
 
-def _expected_gradients(op: Op, values: Mapping[str, Any],
-                        output_grads: Sequence[Tensor | None]) -> ExpectedGradients:
+def _expected_gradients(op: Op, values: Mapping[str, Any], output_grads: Sequence[Tensor | None],
+                        scale: float) -> ExpectedGradients:
     # those alone: a cache of one byte an element has no gradient, its upcast copy would
     wide_values = _leaves(upcast(values), values)
     eager, exact = formula(op, values), formula(op, wide_values)
     wide_grads = [w if w is None else w.double() for w in output_grads]
     grads = (_backward(wide_values, exact, wide_grads, keep=False),
-             _backward(values, eager, output_grads, keep=False))
+             _scaled_backward(values, eager, output_grads, scale, keep=False))
     # copies: a result may be an input, a gradient the one that the kernel gets
     return ExpectedGradients([r.detach().clone() for r in exact],
                              [r.detach().clone() for r in eager],
@@ -405,9 +406,7 @@ def _passes(values: Mapping[str, Any], results: Sequence[Tensor],
     those of the second and the others were given. `scale`: that of the output gradients, which the
     kernel gets and its gradients are divided by."""
     if scale is not None:
-        scaled = [g if g is None else g * scale for g in output_grads]
-        return [{n: g / scale for n, g in _backward(values, results, scaled).items()}
-                for _ in range(2)], [""]
+        return [_scaled_backward(values, results, output_grads, scale) for _ in range(2)], [""]
     if summed:
         with ThreadPoolExecutor(1) as pool:
             return [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)], [""]
@@ -444,6 +443,17 @@ LAYOUTS: tuple[Layout, ...] = (
     ("with gaps", _with_gaps),
     ("as a part of wider rows", partial(with_layout, layout="padded")),
     ("with its second dimension last in memory", _channels_last))
+
+
+def _scaled_backward(values: Mapping[str, Any], results: Sequence[Tensor],
+                     output_grads: Sequence[Tensor | None], scale: float,
+                     keep: bool = True) -> dict[str, Tensor]:
+    """Returns the gradients by output gradients that are so many times as large, divided by that:
+    infinite where a dtype has no room for them."""
+    if scale == 1.0:
+        return _backward(values, results, output_grads, keep)
+    scaled = [g if g is None else g * scale for g in output_grads]
+    return {n: g / scale for n, g in _backward(values, results, scaled, keep).items()}
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],

@@ -12,9 +12,11 @@ from torch import Tensor
 LEFT_OUT, ONE_ROW, SPREAD, REPEATED = ("a loss without half of the rows", "a loss of the last row",
                                        "a sum over columns", "a sum over the batch")
 SMALL_LOSS, LARGE_LOSS = "a loss times 2^-40", "a loss times 2^20"
+HALF_LOSSES = "a loss times 2^8", "a loss times 2^12"  # as float16 is trained, and has room for
 # A power of two, which changes no digit: the gradients are as many times those of 1.
-SCALES: Mapping[str, float] = {SMALL_LOSS: 2.0 ** -40, LARGE_LOSS: 2.0 ** 20}
-KINDS = (LEFT_OUT, ONE_ROW, SPREAD, REPEATED, *SCALES)
+SCALES: Mapping[str, float] = {SMALL_LOSS: 2.0 ** -40, LARGE_LOSS: 2.0 ** 20,
+                               HALF_LOSSES[0]: 2.0 ** 8, HALF_LOSSES[1]: 2.0 ** 12}
+KINDS = (LEFT_OUT, ONE_ROW, SPREAD, REPEATED, SMALL_LOSS, LARGE_LOSS)
 
 
 def draw_output_grads(results: Sequence[Tensor], summed: bool,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....machine.faults import FAULTS
+from ....machine.faults import FAULTS, classify, reason_of
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.generated import Case
@@ -32,6 +32,7 @@ from ...kernel.contract import (
     results_of,
 )
 from ...kernel.gradients import check_gradients, gradient_cases, requiring_grad
+from ...kernel.output_grads import HALF_LOSSES
 from ..non_finite import is_of_others
 from ..second_derivative import check_second_order
 from .argument_circumstances import WithoutOthers, optional_tensors
@@ -47,6 +48,7 @@ from .row_circumstances import OtherLayout, Shifted, ZeroRows, if_finite
 
 Values = dict[str, Any]
 ANOTHER_CALL, RESULT = "another forward pass", "a write to the result"
+GONE = "its inputs are gone"
 LAYOUTS = ("sparse", "transposed", "offset")
 
 
@@ -84,6 +86,9 @@ def altered_gradient_checks(kernel: Kernel, device: str,
     yield from (partial(check_added, kernel, case, dtype, device, seed) for case in plain)
     yield from (partial(check_gradients, kernel, case, dtype, device, seed, altered=c)
                 for case in plain for c in everywhere)
+    if "float16" in op.dtypes:
+        yield from (partial(check_gradients, kernel, case, "float16", device, seed, of=of)
+                    for case in plain for of in HALF_LOSSES)
     for name in op.tensors:
         with_it = next((case for case, tensors in given if name in tensors), None)
         if with_it is not None:
@@ -163,7 +168,13 @@ def check_between(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
         if wrong is not None:
             return result("failed", between, f"another gradient of {wrong} after {between}, and no "
                                              "error")
-    return result("passed")
+    try:
+        after = _gradients_of_copies(kernel, values_of(seed))
+    except FAULTS as e:
+        return result("failed", GONE, str(reason_of(e, classify(e))))
+    wrong = next((n for n, g in alone.items() if not _alike(g, after[n], rtol, atol)), None)
+    return result("passed") if wrong is None else result(
+        "failed", GONE, f"another gradient of {wrong} where {GONE}")
 
 
 def check_added(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
@@ -217,6 +228,21 @@ def _gradients(kernel: Kernel, values: Values,
         wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
         return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), weights,
                                                     allow_unused=True)))
+
+
+def _gradients_of_copies(kernel: Kernel, values: Values) -> dict[str, Tensor | None]:
+    """Returns the gradients of a call whose tensors nobody else holds, as activations: what the
+    backward needs of them it has saved."""
+    wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+    by_id: dict[int, Tensor] = {}              # one tensor may be given twice
+    with torch.enable_grad():
+        copies = {n: by_id.setdefault(id(v), v.clone(memory_format=torch.preserve_format))
+                  if isinstance(v, Tensor) and 0 not in v.stride() else v
+                  for n, v in values.items()}
+        results = [r for r in results_of(call(kernel, copies)) if r.requires_grad]
+        del copies, by_id
+        return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()),
+                                                    _weights(results), allow_unused=True)))
 
 
 def _interfere(kernel: Kernel, between: str, others: Values, values: Values,

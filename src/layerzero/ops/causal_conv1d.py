@@ -96,7 +96,8 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="causal_conv1d", family="linear_attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
-    stress=({"b": 1, "c": 8192, "s": 300, "tokens_first": True, "final": True},),
+    stress=({"b": 1, "c": 8192, "s": 300, "tokens_first": True, "final": True},
+            {"b": 1, "c": 3, "s": 1_100, "state": 5, "final": True}),
     reference_kernel={"overhead_us": 60.0},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2),
                          "float32": (1e-5, 1e-6), "float64": (1e-9, 1e-10)}),

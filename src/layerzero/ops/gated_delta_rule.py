@@ -134,7 +134,8 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="gated_delta_rule", family="linear_attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
-    stress=({"b": 1, "s": 512, "h": 4, "hv": 8, "d": 64, "dv": 64, "norm": True, "final": True},),
+    stress=({"b": 1, "s": 512, "h": 4, "hv": 8, "d": 64, "dv": 64, "norm": True, "final": True},
+            {"b": 1, "s": 300, "h": 1, "hv": 2, "d": 8, "dv": 8, "state": True, "final": True}),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),
                          "float32": (1e-5, 1e-5), "float64": (1e-8, 1e-8)}),

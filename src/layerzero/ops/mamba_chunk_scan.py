@@ -148,7 +148,9 @@ MISTAKES: tuple[Mistake, ...] = (
 OP = Op(
     name="mamba_chunk_scan", family="linear_attention", reference=reference, meta=meta,
     inputs=inputs, cases=CASES, gradient_cases=GRADIENT_CASES, mistakes=MISTAKES,
-    stress=({"b": 1, "s": 512, "h": 8, "g": 2, "d": 64, "n": 128, "final": True},),
+    stress=({"b": 1, "s": 512, "h": 8, "g": 2, "d": 64, "n": 128, "final": True},
+            {"b": 1, "s": 300, "h": 2, "g": 1, "d": 4, "n": 4, "state": True, "gate": True,
+             "final": True}),
     reference_kernel={"overhead_us": 100.0},
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (1e-2, 1e-2),
                          "float32": (1e-5, 1e-5), "float64": (1e-8, 1e-8)}),

@@ -184,7 +184,7 @@ def _find_growth(kernel: Kernel, values: Mapping[str, Any], contents: Iterator[d
             gc.collect()
             before = memory_in_use(device)
             drawn = (v for v in itertools.islice(contents, 2 * count) if _shapes(v) == shapes
-                     and _passes_extra_check(op, v, read(op, v)) and not refusals(kernel, v))
+                     and passes_extra_check(op, v, read(op, v)) and not refusals(kernel, v))
             made = 0
             for v in itertools.islice(drawn, count):
                 function(*(v[p.name] for p in op.params))
@@ -448,12 +448,12 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
     key = case_contents(case, dtype, device, seed)
     try:
         # once for all kernels: what makes no call is not drawn for each of them
-        if (not compute_once(op, ("meets the contract", *key), lambda: _meets_contract(
+        if (not compute_once(op, ("meets the contract", *key), lambda: meets_contract(
                 op, case, *key[2:]), nbytes=0)
                 or not accepts_case(kernel, case, dtype, device, seed)):
             return None, 0.0
         values = case_values(op, case, dtype, device, seed)
-        if not compute_once(op, ("extra check", *key), lambda: _passes_extra_check(
+        if not compute_once(op, ("extra check", *key), lambda: passes_extra_check(
                 op, values, case_facts(op, case, dtype, device, seed)), nbytes=0):
             return None, 0.0
         want = eager_results(op, values, key)
@@ -470,7 +470,7 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
         lambda g, w: _is_near(g, w, rtol, atol), got, want)), seconds
 
 
-def _meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, seed: int) -> bool:
+def meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, seed: int) -> bool:
     try:
         facts = case_facts(op, case, dtype, device, seed)
     except FAULTS:                             # not every size makes a call
@@ -478,7 +478,7 @@ def _meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, se
     return all(rule.check(facts) is None for rule in op.requires)
 
 
-def _passes_extra_check(op: Op, values: dict[str, Any], facts: Mapping[str, Any]) -> bool:
+def passes_extra_check(op: Op, values: dict[str, Any], facts: Mapping[str, Any]) -> bool:
     if op.extra_check is not None:
         try:
             op.extra_check(values, facts)

@@ -86,6 +86,7 @@ from .circumstances.use_circumstances import (
 )
 from .circumstances.value_circumstances import gradient_value_checks, value_checks
 from .dropout import dropout_checks
+from .gradient_calls import gradient_call_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -168,6 +169,8 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
                     device, seed, other)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
             yield from dropout_checks(kernel, dtype, device, lane, seed)
+        if lane != "quick" and kernel.backend != "reference":
+            yield from gradient_call_checks(kernel, device, seed)
         yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
                             WithArgument(argument_case))
                     for argument_case in argument_cases if argument_case.donor is not None

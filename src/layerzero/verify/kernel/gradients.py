@@ -4,7 +4,7 @@ For each input that requires a gradient the error is at most `times_eager` x tha
 formula's own gradient at the same dtype, plus the op's tolerance. The output gradient is passed
 contiguous, with gaps of NaN between its elements and, at the op's first dtype, as a part of wider
 rows and with its second dimension last in memory; inputs must be unchanged afterwards; the result
-of the forward pass is judged too.
+of the forward pass is judged too. Other output gradients (output_grads.py) are asked for by name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from .contract import (
 from .error_budget import UNITS, rounding_budget, terms_of
 from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layout
 from .judging import ROUNDINGS, judge_result
+from .output_grads import SCALES, draw_output_grads
 from .process_state import COMPILING, ONCE, process_state, put_back
-from .results import Complaint, storage_address
+from .results import Complaint, find_aliasing, find_wrong_shapes, storage_address
 from .shared import compute_once, fingerprint
 
 LONG_SUM = 1000
@@ -116,9 +117,9 @@ def _floating(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tens
 
 def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "",
                    also: str = "") -> dict[str, Any]:
-    """Returns the values with requires_grad, with their strides; or with `only` one of them; and
-    `also` with one that need not have it."""
-    names = (only,) if only else (*op.differentiable, also)
+    """Returns the values with requires_grad, with their strides; or with `only` some of them, "x
+    and weight"; and `also` with one that need not have it."""
+    names = (*only.split(" and "), also) if only else (*op.differentiable, also)
     by_id: dict[int, Tensor] = {}              # one tensor may be given twice
     return {name: by_id.setdefault(id(v), v.detach().requires_grad_())
             if name in names and isinstance(v, Tensor) and v.is_floating_point()
@@ -148,16 +149,18 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
                     seed: int = 0,
                     only: str = "", again: bool = True, summed: bool = False,
                     source: int | None = None, also: str = "",
-                    altered: Circumstance = AS_DECLARED) -> CaseResult:
+                    altered: Circumstance = AS_DECLARED, of: str = "") -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
     the gradient is that of a sum, one number expanded, and comes from another thread. `source`:
     the only one of several results that is used. `also`: a tensor that wants one beside others.
-    `altered`: how a tensor lies in memory."""
+    `altered`: how a tensor lies in memory, or what is around the calls. `of`: what the output
+    gradient is like, a word of output_grads.py."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
     circumstance += f" to {also} too" if also else ""
     circumstance += f" with {altered.name}" if altered.name else ""
     circumstance += " from a sum" if summed else ""
     circumstance += "" if source is None else f" from result {source} alone"
+    circumstance += f" of {of}" if of else ""
 
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
                detail: str = "",
@@ -180,9 +183,14 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return result("skipped", (), reasons)
     before, state = snapshot(values), process_state(device)
     try:
-        results = results_of(call(kernel, values))
-        output_grads = [g if source in (None, i) else None
-                        for i, g in enumerate(_output_grads(results, summed))]
+        with altered.around(device):
+            results = results_of(call(kernel, values))
+        wrong = [*find_wrong_shapes(results, results_of(op.meta(**values))),
+                 *find_aliasing([results], values)]
+        if wrong:
+            return result("failed", wrong)
+        output_grads = [g if source is None or source % len(results) == i else None
+                        for i, g in enumerate(draw_output_grads(results, summed, of))]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -190,8 +198,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     contents, grads_before = fingerprint(values), snapshot(_named(output_grads))
     expected: ExpectedGradients = compute_once(
         op, contents and ("gradients", contents, _wanting(values), summed, source, altered.name,
-                          tuple((r.shape, r.dtype) for r in results)),
-        lambda: _expected_gradients(op, values, output_grads))
+                          of, tuple((r.shape, r.dtype) for r in results)),
+        lambda: _expected_gradients(op, values, output_grads, SCALES.get(of, 1.0)))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
             if expected.recorded[i] and e.numel() and not r.requires_grad]
     if lost:
@@ -201,7 +209,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         # how it lies in memory is the same for every dtype and tensor
         layouts = LAYOUTS if dtype == op.dtypes[0] and not only and altered is AS_DECLARED \
             else LAYOUTS[:1]
-        runs, suffixes = _passes(values, results, output_grads, summed, layouts)
+        with altered.around(device):
+            runs, suffixes = _passes(values, results, output_grads, summed, layouts, SCALES.get(of))
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -241,7 +250,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
-                                   summed, source, also, altered)
+                                   summed, source, also, altered, of)
                    for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
@@ -305,14 +314,14 @@ class ExpectedGradients(NamedTuple):
     eager_grads: dict[str, Tensor]
 
 
-def _expected_gradients(op: Op, values: Mapping[str, Any],
-                        output_grads: Sequence[Tensor | None]) -> ExpectedGradients:
+def _expected_gradients(op: Op, values: Mapping[str, Any], output_grads: Sequence[Tensor | None],
+                        scale: float) -> ExpectedGradients:
     # those alone: a cache of one byte an element has no gradient, its upcast copy would
     wide_values = _leaves(upcast(values), values)
     eager, exact = formula(op, values), formula(op, wide_values)
     wide_grads = [w if w is None else w.double() for w in output_grads]
     grads = (_backward(wide_values, exact, wide_grads, keep=False),
-             _backward(values, eager, output_grads, keep=False))
+             _scaled_backward(values, eager, output_grads, scale, keep=False))
     # copies: a result may be an input, a gradient the one that the kernel gets
     return ExpectedGradients([r.detach().clone() for r in exact],
                              [r.detach().clone() for r in eager],
@@ -390,22 +399,14 @@ def _rounding_budgets(op: Op, values: Mapping[str, Any], output_grads: Sequence[
             for n, gap in zip(exact, moved)}
 
 
-def _output_grads(results: Sequence[Tensor], summed: bool) -> list[Tensor | None]:
-    """Returns random output gradients, the same for every kernel; those of a sum are expanded."""
-    if summed:
-        return [torch.full((), 0.75).to(r).expand(r.shape) if r.is_floating_point() else None
-                for r in results]
-    # no case uses it: a gradient parallel to the input may vanish
-    gen = torch.Generator().manual_seed(987654321)
-    return [torch.randn(r.shape, generator=gen).to(r) if r.is_floating_point() else None
-            for r in results]
-
-
 def _passes(values: Mapping[str, Any], results: Sequence[Tensor],
-            output_grads: Sequence[Tensor | None], summed: bool,
-            layouts: Sequence[Layout]) -> tuple[list[dict[str, Tensor]], list[str]]:
+            output_grads: Sequence[Tensor | None], summed: bool, layouts: Sequence[Layout],
+            scale: float | None = None) -> tuple[list[dict[str, Tensor]], list[str]]:
     """Returns the gradients of several passes, the first two of the same output gradients, and how
-    those of the second and the others were given."""
+    those of the second and the others were given. `scale`: that of the output gradients, which the
+    kernel gets and its gradients are divided by."""
+    if scale is not None:
+        return [_scaled_backward(values, results, output_grads, scale) for _ in range(2)], [""]
     if summed:
         with ThreadPoolExecutor(1) as pool:
             return [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 2)], [""]
@@ -442,6 +443,17 @@ LAYOUTS: tuple[Layout, ...] = (
     ("with gaps", _with_gaps),
     ("as a part of wider rows", partial(with_layout, layout="padded")),
     ("with its second dimension last in memory", _channels_last))
+
+
+def _scaled_backward(values: Mapping[str, Any], results: Sequence[Tensor],
+                     output_grads: Sequence[Tensor | None], scale: float,
+                     keep: bool = True) -> dict[str, Tensor]:
+    """Returns the gradients by output gradients that are so many times as large, divided by that:
+    infinite where a dtype has no room for them."""
+    if scale == 1.0:
+        return _backward(values, results, output_grads, keep)
+    scaled = [g if g is None else g * scale for g in output_grads]
+    return {n: g / scale for n, g in _backward(values, results, scaled, keep).items()}
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],

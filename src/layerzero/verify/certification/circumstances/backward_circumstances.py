@@ -1,5 +1,6 @@
 """Gradients of calls that are given otherwise, and of calls with something between the forward pass
-and its backward: another forward pass, or a tensor that is written to.
+and its backward: another forward pass, or a tensor that is written to; gradients that are added to
+those of an earlier step.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....machine.faults import FAULTS
+from ....machine.faults import FAULTS, classify, reason_of
 from ....spec.kernel import Kernel
+from ....spec.op import Op
 from ...cases.generated import Case
 from ...kernel.case_sizes import relative_size
 from ...kernel.circumstance import Circumstance
@@ -30,13 +32,70 @@ from ...kernel.contract import (
     results_of,
 )
 from ...kernel.gradients import check_gradients, gradient_cases, requiring_grad
+from ...kernel.output_grads import HALF_LOSSES
 from ..non_finite import is_of_others
 from ..second_derivative import check_second_order
 from .argument_circumstances import WithoutOthers, optional_tensors
-from .call_circumstances import SharedTensor
+from .call_circumstances import (
+    Expanded,
+    OtherDefaultDtype,
+    OtherThreadCount,
+    SharedTensor,
+    UnusualValues,
+)
+from .dtype_circumstances import OtherDtype
+from .row_circumstances import OtherLayout, Shifted, ZeroRows, if_finite
 
 Values = dict[str, Any]
 ANOTHER_CALL, RESULT = "another forward pass", "a write to the result"
+GONE = "its inputs are gone"
+LAYOUTS = ("sparse", "transposed", "offset")
+
+
+class SomeZeros(Circumstance):
+    """Every third number of each tensor beside the main one is zero, as of a weight that begins so
+    or was pruned: a backward that divides by it, to have the input back from the result, has none.
+    """
+
+    name = "every third number of the other tensors zero"
+
+    def alter(self, op: Op, values: Values) -> Values | None:
+        others: Values = {}
+        for name in op.differentiable:
+            t = values[name]
+            if name != op.main_tensor and isinstance(t, Tensor) and t.numel() > 2:
+                third = (torch.arange(t.numel(), device=t.device) % 3 == 1).view(t.shape)
+                others[name] = t.masked_fill(third, 0.0)
+        return if_finite(op, {**values, **others}) if others else None
+
+
+def altered_gradient_checks(kernel: Kernel, device: str,
+                            seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields gradients under process-wide settings, of unusual contents and of each tensor in
+    another layout or dtype, indices too; and such as are added to those of an earlier step."""
+    op, dtype = kernel.op, kernel.op.dtypes[0]
+    accepted = [c for c in gradient_cases(op) if not case_refusals(kernel, c, dtype, device, seed)]
+    if not accepted:
+        return
+    given = [(case, case_tensors(op, case, dtype, device, seed).keys()) for case in accepted]
+    fullest = max(given, key=lambda c: len(c[1]))[0]
+    plain = [accepted[0], fullest] if fullest != accepted[0] else accepted[:1]
+    everywhere = (OtherDefaultDtype(), OtherThreadCount(3), OtherThreadCount(7), ZeroRows(),
+                  SomeZeros(), *(UnusualValues(how) for how in ("zeros", "one sign",
+                                                                "small numbers")))
+    yield from (partial(check_added, kernel, case, dtype, device, seed) for case in plain)
+    yield from (partial(check_gradients, kernel, case, dtype, device, seed, altered=c)
+                for case in plain for c in everywhere)
+    if "float16" in op.dtypes:
+        yield from (partial(check_gradients, kernel, case, "float16", device, seed, of=of)
+                    for case in plain for of in HALF_LOSSES)
+    for name in op.tensors:
+        with_it = next((case for case, tensors in given if name in tensors), None)
+        if with_it is not None:
+            each = (*(OtherLayout(name, layout) for layout in LAYOUTS), Shifted(name, True),
+                    *(Expanded(name, dim) for dim in range(3)), OtherDtype(name))
+            yield from (partial(check_gradients, kernel, with_it, dtype, device, seed, altered=c)
+                        for c in each)
 
 
 def backward_checks(kernel: Kernel, device: str, lane: str,
@@ -109,7 +168,53 @@ def check_between(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
         if wrong is not None:
             return result("failed", between, f"another gradient of {wrong} after {between}, and no "
                                              "error")
+    try:
+        after = _gradients_of_copies(kernel, values_of(seed))
+    except FAULTS as e:
+        return result("failed", GONE, str(reason_of(e, classify(e))))
+    wrong = next((n for n, g in alone.items() if not _alike(g, after[n], rtol, atol)), None)
+    return result("passed") if wrong is None else result(
+        "failed", GONE, f"another gradient of {wrong} where {GONE}")
+
+
+def check_added(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                seed: int = 0) -> CaseResult:
+    """Checks that `backward` adds to the gradients that are there, as of an earlier micro-batch,
+    what it gives by itself: a kernel that adds up by itself adds once, where it is asked to."""
+    op = kernel.op
+
+    def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail, seed=seed,
+                          circumstance="backward added to an earlier one",
+                          kinds=("gradient",) if status == "failed" else ())
+
+    values = requiring_grad(op, case_values(op, case, dtype, device, seed))
+    reasons = refusals(kernel, values)
+    if reasons:
+        return result("skipped", reasons=reasons)
+    wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+    try:
+        alone = _gradients(kernel, values)
+        for v in wanted.values():
+            v.grad = torch.ones_like(v)
+        with torch.enable_grad():
+            for _ in range(2):
+                results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
+                torch.autograd.backward(results, _weights(results))
+    except FAULTS:                             # the gradients have checks of their own
+        return result("skipped", detail="has no gradient")
+    rtol, atol = (8 * t for t in op.tolerance.of(dtype))
+    for name, v in wanted.items():
+        one = alone[name]
+        if v.grad is None or not _alike(torch.zeros_like(v) if one is None else one,
+                                        (v.grad - 1) / 2, rtol, atol):
+            return result("failed", f"two backward passes do not add twice the gradient of {name} "
+                                    "to the one that is there")
     return result("passed")
+
+
+def _weights(results: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.linspace(-1, 2, r.numel(), device=r.device).view(r.shape).to(r) for r in results]
 
 
 def _gradients(kernel: Kernel, values: Values,
@@ -117,13 +222,27 @@ def _gradients(kernel: Kernel, values: Values,
                ) -> dict[str, Tensor | None]:
     with torch.enable_grad():
         results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
-        weights = [torch.linspace(-1, 2, r.numel(), device=r.device).view(r.shape).to(r)
-                   for r in results]
+        weights = _weights(results)
         if between is not None:
             between(values, results)
         wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
         return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), weights,
                                                     allow_unused=True)))
+
+
+def _gradients_of_copies(kernel: Kernel, values: Values) -> dict[str, Tensor | None]:
+    """Returns the gradients of a call whose tensors nobody else holds, as activations: what the
+    backward needs of them it has saved."""
+    wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+    by_id: dict[int, Tensor] = {}              # one tensor may be given twice
+    with torch.enable_grad():
+        copies = {n: by_id.setdefault(id(v), v.clone(memory_format=torch.preserve_format))
+                  if isinstance(v, Tensor) and 0 not in v.stride() else v
+                  for n, v in values.items()}
+        results = [r for r in results_of(call(kernel, copies)) if r.requires_grad]
+        del copies, by_id
+        return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()),
+                                                    _weights(results), allow_unused=True)))
 
 
 def _interfere(kernel: Kernel, between: str, others: Values, values: Values,

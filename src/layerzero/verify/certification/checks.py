@@ -54,10 +54,8 @@ from .calls import (
     Budget,
     check_many_backwards,
     check_many_calls,
-    check_other_contents,
     check_output_margins,
     check_sizes,
-    other_contents_checks,
 )
 from .circumstances.argument_circumstances import (
     AllStrided,
@@ -85,6 +83,7 @@ from .circumstances.use_circumstances import (
     rows_in_order_checks,
 )
 from .dropout import dropout_checks
+from .growth import check_other_contents, other_contents_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -352,7 +351,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
     if kernel.backend != "reference":
-        yield from other_contents_checks(kernel, accepted, device, seed)
+        yield from other_contents_checks(kernel, accepted, device, lane, seed)
     with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
     not_finite = [plain, *(cell for _, cell in with_most[:1]),
                   *non_finite_cells(kernel, cells, device, seed)]

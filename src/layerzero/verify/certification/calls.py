@@ -349,7 +349,7 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
         return False, 0.0
     seconds = time.thread_time() - began
     return len(got) == len(want) and all(map(
-        lambda g, w: _is_near(g, w, rtol, atol), got, want)), seconds
+        lambda g, w: is_near(g, w, rtol, atol), got, want)), seconds
 
 
 def _meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, seed: int) -> bool:
@@ -369,7 +369,7 @@ def passes_extra_check(op: Op, values: dict[str, Any], facts: Mapping[str, Any])
     return True
 
 
-def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
+def is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return bool(got == want)
     if got.shape != want.shape or got.dtype != want.dtype:

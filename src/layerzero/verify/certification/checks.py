@@ -67,7 +67,7 @@ from .circumstances.argument_circumstances import (
     argument_circumstances,
     checks_without_others,
 )
-from .circumstances.backward_circumstances import backward_checks
+from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
     Autocast,
     Expanded,
@@ -84,6 +84,7 @@ from .circumstances.use_circumstances import (
 )
 from .dropout import dropout_checks
 from .growth import check_other_contents, other_contents_checks
+from .interrupted import interrupted_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -164,6 +165,8 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
                 yield partial(check_interrupted, kernel, [
                     first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
                     device, seed, other)
+            if lane != "quick":
+                yield from interrupted_checks(kernel, first, device, seed)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
             yield from dropout_checks(kernel, dtype, device, lane, seed)
         yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
@@ -479,5 +482,6 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
     if not _is_formula(kernel, lane):
         yield from backward_checks(kernel, device, lane, seed)
+        yield from kept_checks(kernel, device, seed) if lane != "quick" else ()
         yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,
                             seed) for case in cases[:1])

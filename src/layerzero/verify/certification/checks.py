@@ -50,6 +50,7 @@ from ..kernel.gradients import (
     has_plain_gradients,
 )
 from ..kernel.process_state import functions_of_torch, put_back_functions
+from ..kernel.rare_settings import changed_settings, rare_settings
 from .calls import (
     Budget,
     check_many_backwards,
@@ -106,19 +107,21 @@ def checks_of(kernel: Kernel, device: str, lane: str,
     if absent is not None:
         yield partial(CaseResult, kernel.id, {}, kernel.op.dtypes[0], "skipped", (absent,))
         return
-    functions = functions_of_torch()
+    functions, settings = functions_of_torch(), rare_settings()
     yield from _checks_by_seed(kernel, device, lane, seeds)
     if not (kernel.jit or kernel.package):     # an import or a compiler may have reasons
-        yield partial(_check_functions, kernel, functions)
+        yield partial(_check_functions, kernel, functions, settings)
 
 
-def _check_functions(kernel: Kernel, functions: dict[str, dict[str, Any]]) -> CaseResult:
-    """Checks that torch's functions are those that they were before the first check."""
-    replaced = put_back_functions(functions)
-    name = "after all calls"
-    return CaseResult(kernel.id, {}, kernel.op.dtypes[0], "failed" if replaced else "passed",
-                      detail=f"{replaced[0]} is another function now" if replaced else "",
-                      circumstance=name, kinds=("global state",) if replaced else ())
+def _check_functions(kernel: Kernel, functions: dict[str, dict[str, Any]],
+                     settings: dict[str, Any]) -> CaseResult:
+    """Checks that torch's functions, and settings that few look at, are those that they were before
+    the first check."""
+    changed = [*(f"{name} is another function now" for name in put_back_functions(functions)),
+               *(f"{name} changed during the calls" for name in changed_settings(settings))]
+    return CaseResult(kernel.id, {}, kernel.op.dtypes[0], "failed" if changed else "passed",
+                      detail=changed[0] if changed else "", circumstance="after all calls",
+                      kinds=("global state",) if changed else ())
 
 
 def _checks_by_seed(kernel: Kernel, device: str, lane: str,

@@ -51,9 +51,9 @@ INTERRUPTED_S, MOST_POINTS, FEWEST_POINTS = 0.012, 64, 8       # of CPU time; of
 HANDING_OVER_S = 1e-4                          # to another thread and back
 WAIT_S = 0.5                                   # for a call that may wait for a lock
 # Where nothing is of the kernel: torch, Python, and what calls the kernel here.
-LIBRARIES = tuple(path + os.sep for path in (
+LIBRARIES = (*(path + os.sep for path in (
     os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"),
-    os.path.dirname(os.path.dirname(__file__)))) + ("<frozen ",)
+    os.path.dirname(os.path.dirname(__file__)))), "<frozen ")
 
 
 @contextmanager

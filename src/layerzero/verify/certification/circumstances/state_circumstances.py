@@ -111,14 +111,15 @@ class ParametersWrittenUnseen(Circumstance):
                    if n != kernel.op.main_tensor and isinstance(t, Tensor)
                    and t.is_floating_point() and t.dtype.itemsize > 1}
         values = {**values, **weights}
-        if not weights or _tensors(values, others) is None:
+        tensors = _tensors(values, others)
+        if not weights or tensors is None:
             return None
         for _ in range(2):
             call(kernel, values)
-        for name, t in weights.items():
-            t.data.copy_(others[name])
+        # what else there is goes with them, and is written where it is seen
+        _write({n: t.data if n in weights else t for n, t in tensors.items()}, others)
         PACKED.forget(*weights.values())
-        return values
+        return {**others, **tensors}
 
 
 class PartsOfOne(Circumstance):

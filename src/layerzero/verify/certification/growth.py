@@ -135,8 +135,10 @@ def _other_tokens(op: Op, case: Case) -> Iterator[Case]:
     name = next((n for n in OF_TOKENS if n in numbers_of(op) and sizes[n]), "")
     size = sizes.get(name)
     for i in range(1, ADDRESS_STEPS):
-        if type(size) is int or isinstance(size, tuple):
-            yield {**case, name: size + i if type(size) is int else (size[0] + i, *size[1:])}
+        if isinstance(size, tuple):
+            yield {**case, name: (size[0] + i, *size[1:])}
+        elif isinstance(size, int):
+            yield {**case, name: size + i}
 
 
 class _Calls(NamedTuple):

@@ -153,7 +153,7 @@ class OwnResults(Circumstance):
         for result in results:
             name = next((n for n, t in given.items() if t is values[n] and isinstance(t, Tensor)
                          and t.shape == result.shape and t.dtype == result.dtype and t.numel()
-                         and t.is_floating_point()), None)
+                         and t.is_floating_point() and t.dtype.itemsize > 1), None)
             if name is not None and bool(result.isfinite().all()):
                 given[name] = result
         if all(given[n] is values[n] for n in values):

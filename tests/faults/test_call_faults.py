@@ -10,8 +10,8 @@ import pytest
 from broken_kernels import Fault
 from call_faults import CALL_FAULTS
 
-from layerzero.verify.certification.calls import check_other_contents
 from layerzero.verify.certification.certify import certify
+from layerzero.verify.certification.growth import check_other_contents
 from layerzero.verify.certification.threads import check_interrupted, check_threads
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds

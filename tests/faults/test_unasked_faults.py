@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from unasked_faults import UNASKED_FAULTS
 
-from layerzero.verify.certification.calls import check_other_contents
 from layerzero.verify.certification.circumstances.dtype_circumstances import (
     OtherDtype,
     SecondDtypes,
 )
 from layerzero.verify.certification.circumstances.text_circumstances import TokenizerOfEarlier
 from layerzero.verify.certification.circumstances.use_circumstances import check_generator
+from layerzero.verify.certification.growth import check_other_contents
 from layerzero.verify.kernel.contract import CaseResult, Circumstance, check_case
 from layerzero.verify.kernel.gradients import check_gradients
 

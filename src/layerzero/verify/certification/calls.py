@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import math
-import random
+import os
+import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dispatch.facts import read
 from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..cases.chosen_cells import Cell
 from ..kernel.contract import (
     CaseResult,
     accepts_case,
@@ -33,11 +31,9 @@ from ..kernel.contract import (
     case_refusals,
     case_tensors,
     case_values,
-    case_values_to_read,
     changed_by_formula,
     check_case,
     eager_results,
-    generate_values,
     refusals,
     results_of,
 )
@@ -46,7 +42,6 @@ from ..kernel.guarded import GuardedResults
 from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from ..kernel.results import storage_address
 from ..kernel.shared import compute_once
-from .circumstances.argument_circumstances import STEPPED
 
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were
@@ -54,19 +49,12 @@ HELD_RESULTS = 40                                      # results that must stay 
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S, SLOW_BACKWARDS = 2e-4, 300, 5e-4, 4
 CONFIRMING = 256                               # of a leak: a compiler leaves 100 objects once
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
-# Rounds of calls with other contents, and CPU time for them: of what grows in the first, many more
-# than a cache of bounded size holds.
-FEW_CONTENTS, CONTENTS_S = (3, 3), 0.02
-MANY_CONTENTS, MANY_S = (12, 24, 48, 48, 48, 48), 4.0
-CONTENTS_SEED, CONTENTS_ELEMENTS, CONTENTS_INTEGERS = 1000, 1 << 13, 256
-PAGES, OBJECTS = "bytes of memory of its own", "Python objects"
-KEPT_FOR_EACH = 2                              # objects at least: a key and what it is of
 LONG_S = 0.05                                  # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
 
-def _result(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: str, seed: int,
-            status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+def result_of(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: str, seed: int,
+              status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
     return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
                       circumstance=circumstance, seed=seed, kinds=(kind,) if kind else ())
 
@@ -78,7 +66,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
     op = kernel.op
 
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
-        return _result(kernel, case, dtype, f"{calls} calls", seed, status, kind, detail, reasons)
+        return result_of(kernel, case, dtype, f"{calls} calls", seed, status, kind, detail, reasons)
 
     reasons = case_refusals(kernel, case, dtype, device, seed)
     values = case_values(op, case, dtype, device, seed)
@@ -107,15 +95,23 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
                 return result("failed", "aliasing",
                               f"a result changed within the {HELD_RESULTS} calls after it")
             del kept
-            different = 0
+            different, files = 0, len(os.listdir(tempfile.gettempdir()))
+
+            def compared() -> None:
+                nonlocal different
+                different += any(not _equal(a, b) for a, b in zip(first, results_of(run())))
+
             inputs = [v for v in arguments if isinstance(v, Tensor)]
-            leak = _count_memory(run, device, calls // (ROUNDS + 1), inputs)
-            if leak:                           # garbage that is due may look like one
+            # in the longer lanes each one: some things happen every few hundred calls
+            leak = _count_memory(compared if calls > FEWEST_CALLS else run, device,
+                                 calls // (ROUNDS + 1), inputs)
+            if len(os.listdir(tempfile.gettempdir())) - files >= calls // 2:
+                leak = "each call leaves a temporary file behind"
+            elif leak:                         # garbage that is due may look like one
                 leak = _count_memory(run, device, 64, inputs, collect=True)
             leak = leak or _find_kept_inputs(function, arguments)
             for _ in range(8):
-                last = results_of(run())
-                different += any(not _equal(a, b) for a, b in zip(first, last))
+                compared()
     except loading.LoadFailed as e:
         return result("skipped", reasons=(e.reason,))
     except FAULTS as e:
@@ -129,111 +125,8 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
     if leak:
         return result("failed", "leak", leak)
     if different and kernel.deterministic:
-        return result("failed", "state", f"the answer is another one after {calls} calls")
+        return result("failed", "state", f"another answer in {different} of {calls} calls")
     return result("passed")
-
-
-def check_other_contents(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                         seed: int = 0, steps: bool = False) -> CaseResult:
-    """Calls the kernel with ever other contents of the same sizes, or `steps` with the same tensors
-    and other lengths: nothing may grow in every round. What grows for a few is asked for hundreds,
-    after which a cache of bounded size is full."""
-    op, name = kernel.op, f"other {'lengths' if steps else 'contents'} in every call"
-    reasons = case_refusals(kernel, case, dtype, device, seed)
-    values = case_values(op, case, dtype, device, seed)
-    if reasons or any(isinstance(v, torch.Generator) for v in values.values()):
-        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
-    contents = _other_lengths(op, values, seed) if steps else (
-        generate_values(op, case, dtype, device, CONTENTS_SEED + seed * CONTENTS_SEED + i)
-        for i in itertools.count())
-    try:
-        with torch.no_grad():
-            leak = (_find_growth(kernel, values, contents, device, FEW_CONTENTS, CONTENTS_S)
-                    and _find_growth(kernel, values, contents, device, MANY_CONTENTS, MANY_S))
-    except loading.LoadFailed as e:
-        return _result(kernel, case, dtype, name, seed, "skipped", reasons=(e.reason,))
-    except FAULTS as e:                        # the cases have checks of their own
-        return _result(kernel, case, dtype, name, seed, "skipped",
-                       detail=str(reason_of(e, classify(e))))
-    return _result(kernel, case, dtype, name, seed, *(("failed", "leak", leak) if leak
-                                                      else ("passed",)))
-
-
-def _other_lengths(op: Op, values: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-    """Yields calls that differ in their lengths alone, as the steps of decoding do."""
-    named = {n: v for n in STEPPED if isinstance(v := values.get(n), Tensor) and v.numel()}
-    rng = random.Random(seed)
-    while named:
-        yield {**values, **{n: torch.tensor(
-            [rng.randint(min(1, most), most) for most in v.reshape(-1).tolist()], dtype=v.dtype,
-            device=v.device).view(v.shape) for n, v in named.items()}}
-
-
-def _find_growth(kernel: Kernel, values: Mapping[str, Any], contents: Iterator[dict[str, Any]],
-                 device: str, rounds: Sequence[int], limit_s: float) -> str:
-    """Returns what every round of calls left behind; "" where too few can be made in time."""
-    op, began = kernel.op, time.thread_time()
-    function, shapes = bind_call(kernel, values), _shapes(values)
-    function(*(values[p.name] for p in op.params))     # what is set up once is no leak
-    counts = [dict.fromkeys(memory_in_use(device), 0)]
-    collecting = gc.isenabled()
-    gc.disable()
-    gc.freeze()                                # so that it looks at what is new alone
-    try:
-        for count in rounds:
-            gc.collect()
-            before = memory_in_use(device)
-            drawn = (v for v in itertools.islice(contents, 2 * count) if _shapes(v) == shapes
-                     and passes_extra_check(op, v, read(op, v)) and not refusals(kernel, v))
-            made = 0
-            for v in itertools.islice(drawn, count):
-                function(*(v[p.name] for p in op.params))
-                made += 1
-            # what is kept for as long as the inputs live is no leak
-            v = {}
-            del drawn
-            gc.collect()
-            after = memory_in_use(device)
-            # new inputs move pages, and libraries keep words of texts, so many at most
-            counts.append({n: counts[-1][n] + after[n] - before[n] for n in after
-                           if n != PAGES and (op.tensors or n == OBJECTS)})
-            if made < count:
-                return ""
-            if time.thread_time() - began > limit_s and len(counts) < len(rounds):
-                return ""
-            if not find_leak(counts[-2:], KEPT_FOR_EACH * count):
-                return ""
-    finally:
-        gc.unfreeze()
-        if collecting:
-            gc.enable()
-    return (f"{find_leak(counts[-2:], rounds[-1])}, each with other contents"
-            if len(counts) > len(rounds) else "")
-
-
-def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: (v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for n, v in values.items()}
-
-
-def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
-                          seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields the check of other contents for the cell with most integers, of which there are most
-    contents that a plan may be for, and of other lengths for that with the longest."""
-    op = kernel.op
-    dtype, integers, longest = cells[0][1], [], []
-    for i, (case, of) in enumerate(cells):
-        tensors = case_tensors(op, case, of, device, seed)
-        if of == dtype and tensors[op.main_tensor].numel() <= CONTENTS_ELEMENTS:
-            count = sum(t.numel() for t in tensors.values()
-                        if t.dtype in (torch.int32, torch.int64))
-            integers.append((count if count <= CONTENTS_INTEGERS else 0, -i))
-            if any(n in tensors for n in STEPPED):
-                lengths = case_values_to_read(op, case, of, device, seed)
-                longest.append((sum(int(lengths[n].sum()) for n in STEPPED if n in tensors), -i))
-    for ranked, steps in ((integers, False), (longest, True)):
-        if ranked:
-            yield partial(check_other_contents, kernel, cells[-max(ranked)[1]][0], dtype, device,
-                          seed, steps)
 
 
 def _find_kept_inputs(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
@@ -282,8 +175,8 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
     """Calls the kernel with its backward many times, and without: nothing is left behind. A slow
     one is called a fifth as often."""
     def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
-        return _result(kernel, case, dtype, f"{calls} backward passes", seed, status, kind, detail,
-                       reasons)
+        return result_of(kernel, case, dtype, f"{calls} backward passes", seed, status, kind,
+                         detail, reasons)
 
     values = requiring_grad(kernel.op, case_values(kernel.op, case, dtype, device, seed))
     reasons = refusals(kernel, values)
@@ -366,16 +259,16 @@ def check_output_margins(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
     reasons = case_refusals(kernel, case, dtype, device, seed)
     values = case_values(kernel.op, case, dtype, device, seed)
     if reasons or device != "cpu" or kernel.jit:
-        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+        return result_of(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
     mode = GuardedResults()
     try:
         call(kernel, values)                   # what is set up once is no result
         with torch.no_grad(), mode:
             call(kernel, values)
     except FAULTS:                             # not every kernel runs where torch is observed
-        return _result(kernel, case, dtype, name, seed, "skipped", detail="cannot be observed")
+        return result_of(kernel, case, dtype, name, seed, "skipped", detail="cannot be observed")
     overrun = next(mode.find_overruns(), "")
-    return _result(kernel, case, dtype, name, seed, "failed" if overrun else "passed",
+    return result_of(kernel, case, dtype, name, seed, "failed" if overrun else "passed",
                    "out of bounds" if overrun else "", overrun)
 
 
@@ -426,7 +319,7 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
                 break
     if budget is not None:
         budget.take(spent)
-    return _result(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
+    return result_of(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
                    "passed" if ran else "skipped", detail=f"{ran} calls" + (
                        f"; {left} {LEFT_OUT} {limit_s:.2g} s" if left else ""))
 
@@ -467,7 +360,7 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
         return False, 0.0
     seconds = time.thread_time() - began
     return len(got) == len(want) and all(map(
-        lambda g, w: _is_near(g, w, rtol, atol), got, want)), seconds
+        lambda g, w: is_near(g, w, rtol, atol), got, want)), seconds
 
 
 def meets_contract(op: Op, case: Mapping[str, Any], dtype: str, device: str, seed: int) -> bool:
@@ -487,7 +380,7 @@ def passes_extra_check(op: Op, values: dict[str, Any], facts: Mapping[str, Any])
     return True
 
 
-def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
+def is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return bool(got == want)
     if got.shape != want.shape or got.dtype != want.dtype:

@@ -50,14 +50,13 @@ from ..kernel.gradients import (
     has_plain_gradients,
 )
 from ..kernel.process_state import functions_of_torch, put_back_functions
+from ..kernel.rare_settings import changed_settings, rare_settings
 from .calls import (
     Budget,
     check_many_backwards,
     check_many_calls,
-    check_other_contents,
     check_output_margins,
     check_sizes,
-    other_contents_checks,
 )
 from .circumstances.argument_circumstances import (
     AllStrided,
@@ -69,7 +68,7 @@ from .circumstances.argument_circumstances import (
     argument_circumstances,
     checks_without_others,
 )
-from .circumstances.backward_circumstances import backward_checks
+from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
     Autocast,
     Expanded,
@@ -87,6 +86,8 @@ from .circumstances.use_circumstances import (
 from .circumstances.value_circumstances import gradient_value_checks, value_checks
 from .dropout import dropout_checks
 from .gradient_calls import gradient_call_checks
+from .growth import check_other_contents, other_contents_checks
+from .interrupted import interrupted_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
 from .threads import check_interrupted, check_threads
@@ -108,19 +109,21 @@ def checks_of(kernel: Kernel, device: str, lane: str,
     if absent is not None:
         yield partial(CaseResult, kernel.id, {}, kernel.op.dtypes[0], "skipped", (absent,))
         return
-    functions = functions_of_torch()
+    functions, settings = functions_of_torch(), rare_settings()
     yield from _checks_by_seed(kernel, device, lane, seeds)
     if not (kernel.jit or kernel.package):     # an import or a compiler may have reasons
-        yield partial(_check_functions, kernel, functions)
+        yield partial(_check_functions, kernel, functions, settings)
 
 
-def _check_functions(kernel: Kernel, functions: dict[str, dict[str, Any]]) -> CaseResult:
-    """Checks that torch's functions are those that they were before the first check."""
-    replaced = put_back_functions(functions)
-    name = "after all calls"
-    return CaseResult(kernel.id, {}, kernel.op.dtypes[0], "failed" if replaced else "passed",
-                      detail=f"{replaced[0]} is another function now" if replaced else "",
-                      circumstance=name, kinds=("global state",) if replaced else ())
+def _check_functions(kernel: Kernel, functions: dict[str, dict[str, Any]],
+                     settings: dict[str, Any]) -> CaseResult:
+    """Checks that torch's functions, and settings that few look at, are those that they were before
+    the first check."""
+    changed = [*(f"{name} is another function now" for name in put_back_functions(functions)),
+               *(f"{name} changed during the calls" for name in changed_settings(settings))]
+    return CaseResult(kernel.id, {}, kernel.op.dtypes[0], "failed" if changed else "passed",
+                      detail=changed[0] if changed else "", circumstance="after all calls",
+                      kinds=("global state",) if changed else ())
 
 
 def _checks_by_seed(kernel: Kernel, device: str, lane: str,
@@ -167,6 +170,8 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
                 yield partial(check_interrupted, kernel, [
                     first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
                     device, seed, other)
+            if lane != "quick":
+                yield from interrupted_checks(kernel, first, device, seed)
             yield from _invariance_checks(kernel, cells, device, lane, seed)
             yield from dropout_checks(kernel, dtype, device, lane, seed)
         if lane != "quick" and kernel.backend != "reference":
@@ -362,7 +367,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
     if kernel.backend != "reference":
-        yield from other_contents_checks(kernel, accepted, device, seed)
+        yield from other_contents_checks(kernel, accepted, device, lane, seed)
     with_most = most_tensors_first(op, (c for c in accepted if c[1] == plain[1]), device, seed)
     not_finite = [plain, *(cell for _, cell in with_most[:1]),
                   *non_finite_cells(kernel, cells, device, seed)]
@@ -492,5 +497,6 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
     if not _is_formula(kernel, lane):
         yield from backward_checks(kernel, device, lane, seed)
+        yield from kept_checks(kernel, device, seed) if lane != "quick" else ()
         yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,
                             seed) for case in cases[:1])

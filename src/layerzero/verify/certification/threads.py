@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Waited
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -51,13 +51,13 @@ INTERRUPTED_S, MOST_POINTS, FEWEST_POINTS = 0.012, 64, 8       # of CPU time; of
 HANDING_OVER_S = 1e-4                          # to another thread and back
 WAIT_S = 0.5                                   # for a call that may wait for a lock
 # Where nothing is of the kernel: torch, Python, and what calls the kernel here.
-LIBRARIES = tuple(path + os.sep for path in (
+LIBRARIES = (*(path + os.sep for path in (
     os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"),
-    os.path.dirname(os.path.dirname(__file__))))
+    os.path.dirname(os.path.dirname(__file__)))), "<frozen ")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -92,7 +92,7 @@ def check_threads(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
             return [results_of(call(kernel, values)) for _ in range(rounds)]
 
     try:
-        with _quiet():
+        with quiet():
             call(kernel, inputs[0])            # compiling and one-time setup are not under test
             began = time.process_time()
             call(kernel, inputs[0])
@@ -145,7 +145,7 @@ def check_interrupted(kernel: Kernel, cells: Sequence[Cell], device: str = "cpu"
     (first, dtype), ran, spent = cells[0], 0, 0.0
     pairs = [(c, c, d) for c, d in cells]
     pairs[1:1] = [] if other is None or other == first else [(first, other, dtype)]
-    with ThreadPoolExecutor(1) as pool, torch.no_grad(), _quiet():
+    with ThreadPoolExecutor(1) as pool, torch.no_grad(), quiet():
         for case, beside, dtype in pairs:
             if spent > budget_s:
                 break
@@ -157,7 +157,7 @@ def check_interrupted(kernel: Kernel, cells: Sequence[Cell], device: str = "cpu"
             try:
                 if refusals(kernel, others):   # of other contents
                     continue
-                runs = _interrupt(kernel, mine, others, pool, budget_s)
+                runs = interrupt(partial(run_alone, kernel), mine, others, pool, budget_s)
             except loading.LoadFailed as e:
                 return CaseResult(kernel.id, case, dtype, "skipped", (e.reason,),
                                   circumstance=name, seed=seed)
@@ -177,14 +177,16 @@ def check_interrupted(kernel: Kernel, cells: Sequence[Cell], device: str = "cpu"
                       detail=f"{ran} cases", circumstance=name, seed=seed)
 
 
-def _interrupt(kernel: Kernel, mine: dict[str, Any], others: dict[str, Any],
-               pool: ThreadPoolExecutor, budget_s: float) -> tuple[Runs, Runs]:
+def run_alone(kernel: Kernel, values: dict[str, Any]) -> tuple[Any, ...]:
+    with torch.no_grad():                      # each thread has a mode of its own
+        return results_of(call(kernel, values))
+
+
+def interrupt(run: Callable[[dict[str, Any]], tuple[Any, ...]], mine: dict[str, Any],
+              others: dict[str, Any], pool: ThreadPoolExecutor,
+              budget_s: float) -> tuple[Runs, Runs]:
     """Returns the results of an interrupted call, and of those that interrupted it, which differ
     from those of calls alone."""
-    def run(values: dict[str, Any]) -> tuple[Any, ...]:
-        with torch.no_grad():                  # each thread has a mode of its own
-            return results_of(call(kernel, values))
-
     alone = [tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in run(values))
              for values in (mine, others)]
     pool.submit(run, others).result()          # what is set up once for each thread
@@ -197,9 +199,9 @@ def _interrupt(kernel: Kernel, mine: dict[str, Any], others: dict[str, Any],
         depths.append(depth)
         return True
 
-    _observe(lambda: run(mine), count)
+    observe(lambda: run(mine), count)
     most = max(FEWEST_POINTS, min(MOST_POINTS, int(budget_s / seconds)))
-    chosen, seen = _shallow_first(depths, most), [0]
+    chosen, seen = shallow_first(depths, most), [0]
     between: list[tuple[Any, ...]] = []
 
     def pause(_: int) -> bool:
@@ -212,7 +214,7 @@ def _interrupt(kernel: Kernel, mine: dict[str, Any], others: dict[str, Any],
                 return False
         return True
 
-    interrupted = _observe(lambda: run(mine), pause)
+    interrupted = observe(lambda: run(mine), pause)
     after, beside = ([r for r in runs if not _alike(r, want)]
                      for runs, want in zip(([interrupted], between), alone))
     return after, beside
@@ -224,7 +226,7 @@ def _alike(got: tuple[Any, ...], want: tuple[Any, ...]) -> bool:
         for g, w in zip(got, want))
 
 
-def _shallow_first(depths: Sequence[int], most: int) -> frozenset[int]:
+def shallow_first(depths: Sequence[int], most: int) -> frozenset[int]:
     """Returns at most so many points, the kernel's own function first; evenly of what is left."""
     chosen: list[int] = []
     for depth in sorted(set(depths)):
@@ -234,7 +236,7 @@ def _shallow_first(depths: Sequence[int], most: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _observe(run: Callable[[], Any], pause: Callable[[int], bool]) -> Any:
+def observe(run: Callable[[], Any], pause: Callable[[int], bool]) -> Any:
     """Runs a function and calls `pause` with the depth of the stack before each call that it and
     what it calls make, but for torch and Python's own modules, until that returns False."""
     waits = True

@@ -15,20 +15,22 @@ _OF_TORCH = (
     ("autocast", "dtype"), ("set_default_dtype", "dtype"), ("set_num_threads", "threads"),
     ("inference mode", "mode"), ("recording gradients", "mode"), ("recording nothing", "mode"),
     ("in grad mode", "mode"), ("backward", "mode"))
+# Contents changed besides, whatever state torch is in.
+_CHANGED = ("changed in place", "parts of one")
 _BY_CIRCUMSTANCE = (
-    *_OF_TORCH,
+    *((word, "stale cache") for word in _CHANGED), *_OF_TORCH,
     ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
     ("codes from", "unknown"), ("loud numbers of float16", "overflow"),
     ("filled with", "unknown"), ("since a call", "stale cache"),
     ("every tensor", "layout"), ("2^31", "index overflow"),
-    ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
+    ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
     (" calls", "state"), ("broadcast by", "layout"), ("threads", "threads"),
     ("column of another", "layout"), ("exchanged in memory", "layout"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Circumstances whose runs differ in more than the state of the kernel.
-OTHER_CONTENTS = ("one buffer", "since a call", "changed in place", "addresses of earlier")
+OTHER_CONTENTS = (*_CHANGED, "one buffer", "since a call", "addresses of earlier")
 _OF_LAYOUT = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by",
               "column of another", "exchanged in memory")
 _OF_EARLIER_CALLS = {"stale cache", "state"}
@@ -45,7 +47,8 @@ def kind_of(names: Iterable[str]) -> str:
 
 def are_of_torch(names: Iterable[str]) -> bool:
     """Is torch in another state in each, and nothing else changed?"""
-    return all(any(word in name for word, _ in _OF_TORCH) for name in names)
+    return all(any(word in name for word, _ in _OF_TORCH)
+               and not any(word in name for word in _CHANGED) for name in names)
 
 
 def is_of_layout(name: str) -> bool:

@@ -36,11 +36,19 @@ def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
     lists: dict[str, Watched] = {name: (copy.deepcopy(v), 0, ()) for name, v in values.items()
                                  if isinstance(v, list)}
     return lists | {name: (_bytes_in(v), _version(v), _description(v))
-                    for name, v in values.items() if isinstance(v, Tensor)}
+                    for name, v in _with_parts(values).items() if isinstance(v, Tensor)}
+
+
+def _with_parts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values, with the tensors of a BlockMask."""
+    parts = {f"{name}.{part}": t for name, v in values.items() if hasattr(v, "kv_indices")
+             for part, t in vars(v).items() if isinstance(t, Tensor)}
+    return {**values, **parts} if parts else values
 
 
 def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> Iterator[str]:
     """Yields what changed since a snapshot. A list is put back: others are given the same."""
+    values = _with_parts(values)
     for name, (original, version, description) in before.items():
         if isinstance(original, list):
             if values[name] != original:

@@ -50,6 +50,11 @@ Values = dict[str, Any]
 ANOTHER_CALL, RESULT = "another forward pass", "a write to the result"
 GONE = "its inputs are gone"
 LAYOUTS = ("sparse", "transposed", "offset")
+# More of it, for the longer lanes: a network has many layers, which may share weights, and what a
+# caller made for a call alone is gone before its backward.
+MANY, MANY_CALLS = "many other forward passes", 40
+SAME_WEIGHTS, OTHERS_GONE = "a forward pass of the same weights", "the end of its other inputs"
+EVALUATION = "calls that record nothing"
 
 
 class SomeZeros(Circumstance):
@@ -135,8 +140,53 @@ def _able(kernel: Kernel, given: Circumstance, dtype: str, device: str,
                    and given.alter(op, case_values_to_read(op, case, dtype, device, seed))), 1)
 
 
+def kept_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the checks of what a forward pass keeps for its backward, for the longer lanes."""
+    op, dtype = kernel.op, kernel.op.dtypes[0]
+    if not kernel.differentiable or not op.differentiable:
+        return
+    accepted = [c for c in gradient_cases(op) if not case_refusals(kernel, c, dtype, device, seed)]
+    yield from (partial(check_between, kernel, case, dtype, device, seed,
+                        (MANY, SAME_WEIGHTS, OTHERS_GONE)) for case in accepted[:4])
+    yield from (partial(check_after_evaluation, kernel, case, dtype, device, seed)
+                for case in accepted[:4])
+
+
+def check_after_evaluation(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
+                           seed: int = 0) -> CaseResult:
+    """Checks that every gradient is the same after calls with the same tensors that record nothing:
+    a copy that was kept of a weight has no gradient."""
+    op = kernel.op
+
+    def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
+                          circumstance=f"backward after {EVALUATION}", seed=seed,
+                          kinds=("gradient",) if status == "failed" else ())
+
+    first, values = (requiring_grad(op, case_values(op, case, dtype, device, seed))
+                     for _ in range(2))
+    reasons = refusals(kernel, values)
+    if reasons:
+        return result("skipped", reasons=reasons)
+    try:
+        alone = _gradients(kernel, first)
+    except FAULTS:                             # the gradients have checks of their own
+        return result("skipped", "has no gradient")
+    try:
+        with torch.no_grad():
+            for _ in range(2):
+                call(kernel, values)
+        after = _gradients(kernel, values)
+    except FAULTS as e:
+        return result("failed", str(reason_of(e, classify(e))))
+    rtol, atol = (8 * t for t in op.tolerance.of(dtype))
+    wrong = next((n for n, g in alone.items() if not _alike(g, after[n], rtol, atol)), None)
+    return (result("passed") if wrong is None else
+            result("failed", f"another gradient of {wrong} after {EVALUATION}"))
+
+
 def check_between(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
-                  seed: int = 0) -> CaseResult:
+                  seed: int = 0, betweens: Sequence[str] = ()) -> CaseResult:
     """Checks that a backward gives what it gives at once, or raises, where something is between:
     what the forward pass has saved is its own, or has a version that autograd looks at."""
     op = kernel.op
@@ -158,11 +208,13 @@ def check_between(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
         return result("skipped", detail="has no gradient")
     rtol, atol = (8 * t for t in op.tolerance.of(dtype))
     tensors = case_tensors(op, case, dtype, device, seed)
-    for between in (ANOTHER_CALL, *(f"a write to {name}" for name in tensors), RESULT):
+    for between in betweens or (ANOTHER_CALL, *(f"a write to {name}" for name in tensors), RESULT):
         try:
             after = _gradients(kernel, values_of(seed), partial(
                 _interfere, kernel, between, values_of(seed + 1)))
-        except FAULTS:                         # autograd has seen it
+        except FAULTS as e:                    # autograd has seen it
+            if betweens:                       # nothing that a backward needs was written to
+                return result("failed", between, str(reason_of(e, classify(e))))
             continue
         wrong = next((n for n, g in alone.items() if not _alike(g, after[n], rtol, atol)), None)
         if wrong is not None:
@@ -247,9 +299,19 @@ def _gradients_of_copies(kernel: Kernel, values: Values) -> dict[str, Tensor | N
 
 def _interfere(kernel: Kernel, between: str, others: Values, values: Values,
                results: Sequence[Tensor]) -> None:
-    if between == ANOTHER_CALL:
+    if between in (ANOTHER_CALL, MANY, SAME_WEIGHTS):
+        if between == SAME_WEIGHTS:            # and other indices beside them
+            others = {**others, **{n: values[n] for n in kernel.op.differentiable
+                                   if n != kernel.op.main_tensor}}
         if not refusals(kernel, others):
-            call(kernel, others)
+            kept = [call(kernel, others) for _ in range(MANY_CALLS if between == MANY else 1)]
+            del kept                           # till now their graphs are alive
+        return
+    if between == OTHERS_GONE:
+        names = [n for n, t in values.items() if isinstance(t, Tensor) and not t.requires_grad]
+        sizes = [values.pop(n).nbytes for n in names]
+        for size in sizes:                     # where they were is something else
+            torch.full((size,), 1, dtype=torch.uint8)
         return
     written = results if between == RESULT else [values[between.removeprefix("a write to ")]]
     with torch.no_grad():

@@ -30,6 +30,7 @@ from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
 from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
 from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
+from .state_circumstances import state_circumstances
 from .text_circumstances import text_circumstances
 
 
@@ -310,6 +311,7 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     if lane != "quick":
         yield from (OtherThreadCount(n) for n in (1, 2, 4, 7, 16))
         yield from (c for c, _ in content_circumstances(op))
+        yield from state_circumstances(op)
     yield from (UnusualValues(how) for how in (
         "zeros", "one sign", "small numbers", "one loud number"))
     if op.main_tensor == "logits":

@@ -31,6 +31,7 @@ from ..cases.generated import (
     with_few_items,
     with_small_sizes,
 )
+from ..cases.octaves import bulk_calls, gradient_calls, octave_calls, square_calls
 from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from ..kernel.contract import (
     CaseResult,
@@ -86,6 +87,7 @@ from .circumstances.use_circumstances import (
 from .circumstances.value_circumstances import gradient_value_checks, value_checks
 from .dropout import dropout_checks
 from .gradient_calls import gradient_call_checks
+from .gradient_sizes import check_gradient_sizes
 from .growth import check_other_contents, other_contents_checks
 from .interrupted import interrupted_checks
 from .invariance import check_invariance
@@ -380,7 +382,9 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     if kernel.backend != "reference":
         sizes = [*residues(op, lane, seed), ("each case", case_by_case_sizes(op, lane, seed)),
                  ("tiles beside arguments", sized_combinations(kernel, device, lane, seed)),
-                 (A_MODEL, model_sizes(op, seed, lane))]
+                 (A_MODEL, model_sizes(op, seed, lane)),
+                 *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
+                    ("all lengths", square_calls(op, seed))] if lane != "quick" else ())]
         budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             all_others=lane != "quick" or name != A_MODEL, budget=budget)
@@ -495,6 +499,9 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
     # the formula adds up as it does
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
+    if lane != "quick" and kernel.backend != "reference":
+        yield partial(check_gradient_sizes, kernel, "its calls", gradient_calls(op, seed),
+                      dtypes[0], device, seed)
     if not _is_formula(kernel, lane):
         yield from backward_checks(kernel, device, lane, seed)
         yield from kept_checks(kernel, device, seed) if lane != "quick" else ()

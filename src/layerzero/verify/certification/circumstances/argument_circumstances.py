@@ -450,14 +450,15 @@ def _memory_orders(kernel: Kernel, cells: Sequence[Cell], device: str,
     be broadcast, in the first call of each number of its dimensions; and where it has most of
     them, with every two but the last exchanged in memory."""
     op, ranks = kernel.op, {}                  # type: Op, dict[tuple[str, int], Cell]
+    broadcast = {name for pattern in op.patterns.values() for name, sizes in pattern.items()
+                 if any(size.startswith("~") for size in sizes)}
     for cell in cells:
         for name, t in case_tensors(op, *cell, device, seed).items():
-            if t.dim() > 1 and min(t.shape) > 1:
+            if t.dim() > (name not in broadcast) and min(t.shape) > 1:
                 ranks.setdefault((name, t.dim()), cell)
     for (name, rank), cell in ranks.items():
-        yield from ((cell, Shifted(name, first)) for first in (True, False))
-        sizes = (size for pattern in op.patterns.values() for size in pattern.get(name, ()))
-        if any(size.startswith("~") for size in sizes):
+        yield from ((cell, Shifted(name, first)) for first in (True, False) if rank > 1)
+        if name in broadcast:
             yield from ((cell, Narrowed(name, dim)) for dim in range(rank))
         if rank == max(r for n, r in ranks if n == name):
             yield from ((cell, MemoryOrder(name, a, b))

@@ -9,10 +9,10 @@ from broken_kernels import Fault
 from size_range_faults import RANGE_FAULTS
 
 import layerzero as lz
-from layerzero.verify.cases.octaves import bulk_calls, gradient_calls, octave_calls, square_calls
+from layerzero.verify.cases.octaves import bulk_calls, gradient_sizes, octave_calls, square_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances.row_circumstances import Narrowed
-from layerzero.verify.certification.gradient_sizes import check_gradient_sizes
+from layerzero.verify.certification.gradient_calls import check_gradient_calls
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
@@ -43,15 +43,15 @@ def test_sizes_of_every_range_are_called(name: str) -> None:
 
 @pytest.mark.parametrize("fault", [BY_NAME[name] for name in BACKWARD], ids=lambda f: f.name)
 def test_gradients_are_compared_at_many_sizes(fault: Fault) -> None:
-    calls = gradient_calls(fault.op, 0)
-    judged = check_gradient_sizes(fault.kernel(), "a range", calls, "float32")
+    calls = gradient_sizes(fault.op, 0)
+    judged = check_gradient_calls(fault.kernel(), "a range", calls, "float32")
     assert judged.status == "failed" and "gradient" in judged.kinds
 
 
 def test_gradients_of_a_right_kernel_pass_at_many_sizes() -> None:
     right = worlds.current().catalog.by_id["torch.layer_norm"]
-    judged = check_gradient_sizes(right, "a range", gradient_calls(right.op, 0), "float32")
-    assert judged.status == "passed" and int(judged.detail.split()[0]) > 50
+    judged = check_gradient_calls(right, "a range", gradient_sizes(right.op, 0), "float32")
+    assert judged.status == "passed" and int(judged.detail.split()[0]) > 20
 
 
 def test_a_scale_may_be_one_number_beside_one_for_each_head() -> None:

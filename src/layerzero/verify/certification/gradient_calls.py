@@ -24,6 +24,7 @@ from ...spec.op import Op
 from ..cases.covering import sized_combinations
 from ..cases.generated import Case
 from ..cases.long_calls import long_calls
+from ..cases.octaves import gradient_sizes, square_calls
 from ..cases.pairs import case_by_case_sizes, model_sizes, pair_cases, residues
 from ..kernel.circumstance import AS_DECLARED, Circumstance
 from ..kernel.contract import (
@@ -47,7 +48,7 @@ from .circumstances.backward_circumstances import LAYOUTS, SomeZeros, altered_gr
 from .circumstances.call_circumstances import Expanded, UnusualValues
 from .circumstances.row_circumstances import OtherLayout, Shifted, ZeroRows
 
-GRADIENT_CALLS_S = 8.0                         # of CPU time in a kernel for all calls of a seed
+GRADIENT_CALLS_S = 10.0                        # of CPU time in a kernel for all calls of a seed
 LARGEST_CALL = 6e6                             # elements of a call that is differentiated
 NEAR = 0.25                                    # of the op's tolerance: the rest is judged
 CONTENTS = (ZeroRows(), SomeZeros(), UnusualValues("zeros"), UnusualValues("small numbers"))
@@ -83,7 +84,8 @@ def gradient_call_checks(kernel: Kernel, device: str,
               *residues(op, "quick", seed),
               ("tiles beside arguments", [[*g] for g in sized_combinations(kernel, device, "quick",
                                                                            seed)]),
-              ("each case", [[*g] for g in case_by_case_sizes(op, "quick", seed)])]
+              ("each case", [[*g] for g in case_by_case_sizes(op, "quick", seed)]),
+              ("one length", gradient_sizes(op, seed)), ("all lengths", square_calls(op, seed, 3))]
     budget = Budget(GRADIENT_CALLS_S, len(groups))
     yield from (partial(check_gradient_calls, kernel, name, cases, dtype, device, seed, budget)
                 for name, cases in groups if cases)

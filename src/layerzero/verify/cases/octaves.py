@@ -194,10 +194,10 @@ def _of(op: Op, name: str, n: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def square_calls(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
-    """Returns calls in which all lengths are several hundred at once, as many queries as keys or
-    half as many, beside the arguments of each case: tiles that a diagonal or a window skips are in
-    both directions several."""
+def square_calls(op: Op, seed: int, less: int = 1) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls in which all lengths are several hundred at once, or so many times `less`: as
+    many queries as keys or half as many, beside the arguments of each case. Tiles that a diagonal
+    or a window skips are in both directions several."""
     rng, lists = random.Random(f"squares {op.name} {seed}"), lists_of_lengths(op)
     # beside lists other lengths are those of pages
     lengths = [] if lists else [n for n in _names(op) if n not in counts_of(op)
@@ -206,7 +206,7 @@ def square_calls(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
         return ()
     calls: list[tuple[Case, ...]] = []
     for i, (option, part) in enumerate(product(arguments_of_cases(op), (1, 2))):
-        n = rng.choice((rng.randrange(400, 700), rng.randrange(700, 1300), 512, 1024))
+        n = rng.choice((rng.randrange(400, 700), rng.randrange(700, 1300), 512, 1024)) // less
         sizes = {**dict.fromkeys(lengths, n), **dict.fromkeys(lists, (n, 3))}
         shorter: dict[str, Any] = dict.fromkeys(lists[1:], (n // part, 2)) if lists else {
             lengths[0]: n // part}

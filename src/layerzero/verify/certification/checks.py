@@ -483,8 +483,9 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
                 for case in (long_sums(op, lane, seed) if kernel.backend != "reference" else ()))
     if lane != "quick" and kernel.backend != "reference":
-        yield partial(check_gradient_sizes, kernel, "its calls", gradient_calls(op, seed),
-                      dtypes[0], device, seed)
+        yield from (partial(check_gradient_sizes, kernel, name, calls, dtypes[0], device, seed)
+                    for name, calls in (("one length", gradient_calls(op, seed)),
+                                        ("all lengths", square_calls(op, seed, 3))) if calls)
     if not _is_formula(kernel, lane):
         yield from backward_checks(kernel, device, lane, seed)
         yield from (partial(check_many_backwards, kernel, sized(case, dtypes[0]), dtypes[0], device,

@@ -35,10 +35,9 @@ def draw_output_grads(results: Sequence[Tensor], summed: bool,
 
 
 def _of_kind(grad: Tensor, of: str) -> Tensor:
-    if of == SPREAD:
-        return grad[..., :1].expand(grad.shape)
-    if of == REPEATED:
-        return grad[:1].expand(grad.shape)
+    if of in (SPREAD, REPEATED):               # few digits: roundings of equal numbers add up
+        first = grad[..., :1] if of == SPREAD else grad[:1]
+        return ((first * 8).round() / 8).expand(grad.shape)
     # a loss of one number for each row has its rows in the last dimension
     rows = grad.reshape(-1, grad.shape[-1] if grad.dim() > 1 else 1)
     left_out = torch.arange(len(rows), device=grad.device)

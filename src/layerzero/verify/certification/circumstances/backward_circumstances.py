@@ -68,7 +68,8 @@ class SomeZeros(Circumstance):
         others: Values = {}
         for name in op.differentiable:
             t = values[name]
-            if name != op.main_tensor and isinstance(t, Tensor) and t.numel() > 2:
+            if (name != op.main_tensor and isinstance(t, Tensor) and t.numel() > 2
+                    and t.dtype.itemsize > 1):     # codes have no gradient
                 third = (torch.arange(t.numel(), device=t.device) % 3 == 1).view(t.shape)
                 others[name] = t.masked_fill(third, 0.0)
         return if_finite(op, {**values, **others}) if others else None

@@ -73,7 +73,7 @@ def test_a_sound_kernel_passes(name: str) -> None:
     kernel = worlds.current().catalog.by_id[name]
     cells = [(case, kernel.op.dtypes[0]) for case in kernel.op.cases]
     results = [check() for check in (*rows_in_order_checks(kernel, cells, "cpu", 0),
-                                     *after_inference_checks(kernel, "cpu", 0))]
+                                     *after_inference_checks(kernel, "cpu", "quick", 0))]
     assert [str(r) for r in results if r.status == "failed"] == []
     assert any(r.passed for r in results)
 

@@ -52,11 +52,11 @@ PAGES, OBJECTS = "bytes of memory of its own", "Python objects"
 KEPT_FOR_EACH = 2                              # objects at least: a key and what it is of
 CONTENTS, LENGTHS, ADDRESSES = "other contents", "other lengths", "other addresses"
 TOKENS, THREADS, STRIDED = "other numbers of tokens", "a thread of its own", "strided contents"
-IN_INFERENCE = "other contents in inference mode"
 IN_INFERENCE, RECORDED = "other contents in inference mode", "other contents and gradients"
 # Sizes of which a server meets every one; what is kept for the sizes of a model is bounded by it.
 OF_TOKENS = ("rows", "tokens", "shape", "s", "sq", "lengths_q", "context", "batch", "b")
 ADDRESS_STEPS, LONG_S = 1024, 0.3              # tries; CPU time in the longer lanes
+
 
 def check_other_contents(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
                          seed: int = 0, other: str = CONTENTS,
@@ -79,9 +79,9 @@ def check_other_contents(kernel: Kernel, case: Case, dtype: str, device: str = "
         return result_of(kernel, case, dtype, name, seed, "skipped", reasons=(e.reason,))
     except FAULTS as e:                        # the cases have checks of their own
         return result_of(kernel, case, dtype, name, seed, "skipped",
-                       detail=str(reason_of(e, classify(e))))
-    return result_of(kernel, case, dtype, name, seed, *(("failed", "leak", leak) if leak
-                                                      else ("passed",)))
+                         detail=str(reason_of(e, classify(e))))
+    return result_of(kernel, case, dtype, name, seed,
+                     *(("failed", "leak", leak) if leak else ("passed",)))
 
 
 def _others(op: Op, case: Case, values: Mapping[str, Any], dtype: str, device: str, seed: int,
@@ -118,15 +118,19 @@ def _other_lengths(op: Op, values: Mapping[str, Any], seed: int) -> Iterator[dic
 
 
 def _other_addresses(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the same call with every tensor a little further on in memory that is there before:
-    what is freed has its address again."""
+    """Yields the same call with every tensor a little further on in memory of its own, which is
+    gone after the call: what a kernel keeps for as long as its weights live is no leak."""
     plain = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.is_contiguous()
              and t.numel()}
-    room = {n: torch.empty(t.nbytes + 64 * ADDRESS_STEPS, dtype=torch.uint8, device=t.device)
-            for n, t in plain.items()}
     for i in range(ADDRESS_STEPS if plain else 0):
-        yield {**values, **{n: room[n][64 * i:64 * i + t.nbytes].view(t.dtype).view(t.shape)
-                            .copy_(t) for n, t in plain.items()}}
+        yield {**values, **{n: _placed(t, 64 * i) for n, t in plain.items()}}
+
+
+def _placed(t: Tensor, start: int) -> Tensor:
+    """Returns a copy so many bytes behind the start of its memory, as memory that was freed has
+    its address again."""
+    room = torch.empty(t.nbytes + 64 * ADDRESS_STEPS, dtype=torch.uint8, device=t.device)
+    return room[start:start + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
 
 
 def _other_tokens(op: Op, case: Case) -> Iterator[Case]:

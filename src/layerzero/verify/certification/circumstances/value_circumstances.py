@@ -19,10 +19,11 @@ from torch import Tensor
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.chosen_cells import Cell
-from ...cases.generated import Case, case_key, is_costly
+from ...cases.generated import Case, case_key, is_costly, is_degenerate
 from ...kernel.contract import (
     CaseResult,
     Circumstance,
+    case_facts,
     case_refusals,
     case_tensors,
     check_case,
@@ -169,15 +170,17 @@ def gradient_value_checks(kernel: Kernel, cases: Sequence[Case], device: str,
                           seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields gradients of numbers of every kind, of each tensor some in one case and some in
     another: a backward may divide by what the forward multiplied with. Zeros are for every case:
-    an activation has an edge there."""
+    an activation has an edge there. What is left of gradients about a large number are roundings.
+    """
     op = kernel.op
+    kinds = [how for how, (_, even) in REGIMES.items() if even]
     if kernel.backend == "reference":
         return
     yield from (partial(check_gradients, kernel, case, op.dtypes[0], device, seed,
                         altered=Numbers(name, how))
                 for i, case in enumerate(cases[:GRADIENT_CASES])
                 for j, name in enumerate(op.differentiable)
-                for k, how in enumerate(REGIMES)
+                for k, how in enumerate(kinds)
                 if (i + j + k + seed) % RARE == 0 or (name == op.main_tensor and how == "zeros"))
 
 
@@ -192,7 +195,8 @@ def value_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
     for case, dtype in cells:
         tensors = case_tensors(op, case, dtype, device, seed) if case in op.cases else {}
         if (sum(t.numel() for t in tensors.values()) > ELEMENTS or is_costly(op, case)
-                or case_refusals(kernel, case, dtype, device, seed)):
+                or case_refusals(kernel, case, dtype, device, seed)
+                or is_degenerate(op, case_facts(op, case, dtype, device, seed))):
             continue
         turn = zlib.crc32(case_key(case).encode()) + seed
         yield from (partial(check_case, kernel, case, dtype, device, seed, Numbers(name, how))

@@ -228,21 +228,23 @@ def is_rounded(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> boo
 
 def errors_come_again(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are errors of sampled failing calls nearly the same with numbers that differ by a little more
-    than the errors? Roundings are others then; what is left out or counted twice is the same."""
+    than the errors, or those of one of them just the same? Roundings are others then; what is left
+    out or counted twice is the same."""
     alike = _likenesses(kernel, failed, device)
-    return bool(alike) and min(alike) > 0.7
+    return bool(alike) and (min(min(each) for each in alike) > 0.7
+                            or max(min(each) for each in alike) > 0.95)
 
 
 def errors_are_others(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Have they nothing to do with each other then, as roundings?"""
     alike = _likenesses(kernel, failed, device)
-    return bool(alike) and max(alike) < 0.4
+    return bool(alike) and max(max(each) for each in alike) < 0.4
 
 
-def _likenesses(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[float]:
+def _likenesses(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[list[float]]:
     """Returns the cosines between the errors of sampled calls and of three near each."""
     sample = sample_failures([r for r in failed if not r.circumstance], 2)
-    return [cosine for r in sample for cosine in _cosines(kernel, r, device)]
+    return [each for r in sample if (each := list(_cosines(kernel, r, device)))]
 
 
 def _cosines(kernel: Kernel, r: CaseResult, device: str) -> Iterator[float]:

@@ -157,6 +157,7 @@ def _quantize() -> Callable[..., Any]:
                 finite, fmt, granularity, block_size, block_rows, symmetric, global_scale)
         else:
             check_given_scales(x, granularity, block_size, block_rows, scales, zeros, global_scale)
+            all_finite = False                 # a scale may be zero
             scales, zeros = scales.clone(), clone_optional(zeros)
             if global_scale is not None:
                 global_scale = global_scale.to(torch.float32, copy=True)
@@ -388,7 +389,10 @@ KERNELS = (
                      r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH), r.dtypes("bfloat16"),
                      r.at_most("rows", 32),
                      r.one_of("group_size", 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
-                     r.multiple_of("in_features", 32), r.multiple_of("out_features", 16)),
+                     r.multiple_of("in_features", 32), r.multiple_of("out_features", 16),
+                     # no group may be shorter than the others
+                     *(r.when(r.equals("group_size", n), r.multiple_of("in_features", n))
+                       for n in (64, 128, 256))),
            note="keeps a second copy of the weight, arranged for torch's int4 kernel"),
     Kernel("torch.int8_dynamic_linear", quantized_linear, _int8_dynamic, prior=9.0,
            overhead_us=15.0, differentiable=False, less_work="multiplies the codes as they are",

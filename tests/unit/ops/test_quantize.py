@@ -447,3 +447,12 @@ def test_gradients_pass_through_rounded_activations(activations, format):
     assert torch.equal(out, plain)
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, incoming @ weight)
+
+
+def test_a_given_scale_of_zero_and_a_row_of_zeros_give_the_zero_point() -> None:
+    x, scales = torch.zeros(2, 8), torch.zeros(2, 1)
+    zeros = torch.tensor([[-70], [25]], dtype=torch.int8)
+    for kernel in ("torch.quantize", "reference.quantize"):
+        codes = lz.quantize(x, "int8", granularity="channel", symmetric=False, scales=scales,
+                            zeros=zeros, backend=kernel)[0]
+        assert torch.equal(codes, zeros.expand(2, 8)), kernel

@@ -367,7 +367,8 @@ def is_costly(op: Op, case: Case, flops: float = MAX_FLOPS) -> bool:
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
     """Returns every dtype for the op's own cases, in the quick lane for two of three one of 16
-    bits; for the others the widest and the narrowest mantissa, in the quick lane one of them."""
+    bits, and in the full lane for stress cases that cost little; for the others the widest and the
+    narrowest mantissa, in the quick lane one of them."""
     if case_key(case) in own_keys(op) or lane == "stress":
         kept = (*HALVES, "")[zlib.crc32(case_key(case).encode()) % 3]
         return op.dtypes if lane != "quick" or not {*HALVES} <= {*op.dtypes} else tuple(
@@ -377,6 +378,8 @@ def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
     if lane == "quick" and (case not in op.stress or is_large):        # one of the two, as it falls
         first = zlib.crc32(case_key(case).encode()) % len(wide_and_narrow)
         return wide_and_narrow[first:first + 1]
+    if lane == "full" and case in op.stress and not is_costly(op, case):
+        return op.dtypes
     return wide_and_narrow
 
 

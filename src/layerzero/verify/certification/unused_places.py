@@ -144,7 +144,9 @@ def check_gradient_of_nan(kernel: Kernel, case: Case, dtype: str, device: str = 
             partial(formula, op), lambda v: results_of(call(kernel, v)))))
     except FAULTS:                             # the gradients have checks of their own
         return result("skipped")
-    return result("failed", "not finite", f"one NaN in it: {spread}") if spread else result("passed")
+    if spread:
+        return result("failed", "not finite", f"one NaN in it: {spread}")
+    return result("passed")
 
 
 def _result(kernel: Kernel, case: Case, dtype: str, seed: int, circumstance: str, status: str,

@@ -51,7 +51,7 @@ _READERS: dict[str, Callable[[], Any]] = {
     "the fault handler": faulthandler.is_enabled,
     "debugging of the garbage collector": lambda: (gc.get_debug(), len(gc.callbacks)),
     "hooks of the interpreter": lambda: (sys.displayhook, sys.unraisablehook,
-                                         sys.get_int_max_str_digits()),
+                                         getattr(sys, "get_int_max_str_digits", int)()),
     "handlers of signals": lambda: tuple(map(signal.getsignal, _SIGNALS)),
     "limits or priority of the process": _limits,
     "the timeout of sockets": socket.getdefaulttimeout,

@@ -39,6 +39,7 @@ from ...world.registry.certificates import Certificate, contract_of
 from ..cases.generated import case_key, is_costly
 from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
+from ..kernel.absence import absence, refused_by_hardware
 from ..kernel.contract import (
     CaseResult,
     case_tensors,
@@ -49,7 +50,7 @@ from ..kernel.contract import (
 from ..kernel.gradients import check_gradients
 from ..kernel.process_state import ONCE, process_state, put_back
 from .capture import certificate_fields
-from .checks import COMPILES_S, absence, checks_of, refused_by_hardware
+from .checks import COMPILES_S, checks_of
 from .circumstances.content_circumstances import check_contents
 from .coverage import NOTHING, Coverage, measure_coverage
 from .non_finite import nan_propagates

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ...machine import hardware, loading
+from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ...spec.reason import Code, Reason
 from ..cases.chosen_cells import Cell, largest, most_tensors_first, smallest
 from ..cases.covering import cells_without_tensors, effective_cells, sized_combinations
 from ..cases.generated import (
@@ -33,6 +32,7 @@ from ..cases.generated import (
 )
 from ..cases.octaves import bulk_calls, octave_calls, square_calls
 from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
+from ..kernel.absence import absence
 from ..kernel.contract import (
     CaseResult,
     Circumstance,
@@ -201,34 +201,6 @@ def _until_one_compiles(first: int, checks: Iterable[Callable[[], CaseResult]]
         yield check
         if count >= first and time.perf_counter() - start > COMPILES_S:
             return
-
-
-def absence(kernel: Kernel, device: str) -> Reason | None:
-    """Returns why the kernel can serve no call here."""
-    return loading.availability(kernel) or _wrong_device(kernel, device)
-
-
-def refused_by_hardware(kernel: Kernel, device: str) -> Reason | None:
-    """Returns why the kernel can serve no call on this device, by its rules that read nothing but
-    the hardware: no case is generated for it."""
-    facts = hardware.probe(device).facts()
-    device_rules = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
-                    <= facts.keys())
-    return next((reason for rule in device_rules if (reason := rule.check(facts)) is not None),
-                None)
-
-
-def _wrong_device(kernel: Kernel, device: str) -> Reason | None:
-    """Returns why the kernel can serve no call on this device, whatever the call is."""
-    return next((reason for reason in _first_refusals(kernel, device)
-                 if reason.code is Code.PLATFORM_MISMATCH), None) or refused_by_hardware(
-                     kernel, device)
-
-
-def _first_refusals(kernel: Kernel, device: str) -> tuple[Reason, ...]:
-    """Returns why it refuses the first case: which device it runs on is the same for all."""
-    op = kernel.op
-    return case_refusals(kernel, op.cases[0], op.dtypes[0], device) if op.cases else ()
 
 
 def _accepted_cells(kernel: Kernel, cells: list[Cell], device: str, seed: int) -> list[Cell]:

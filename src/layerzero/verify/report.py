@@ -8,7 +8,7 @@ written from summaries and from the results of `lz verify definitions --mutate`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,30 +102,20 @@ def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str
     parts = ["# Proof\n",
              "What was verified, when and on what, written from the logs in `benchmarks/results`. "
              "A sound kernel that fails is a false alarm of the verifier or a mistake of the "
-             "kernel; both are listed.\n",
+             "kernel; both are listed. First every run, then what failed in each, then every "
+             "kernel of a machine with its newest run.\n",
              "## Kernels\n", _table(
                  ("machine", "torch", "lane", "when (UTC)", "kernels", "seeds", "verdicts",
                   "cases", "failed"),
                  [_machine_row(s) for s in summaries])]
-    for s in summaries:
-        parts.append(f"### {_name(s)}\n")
-        parts.append(f"Sources {s['sources']}, Python {s['python']}, {s['arch']}.\n")
-        parts += [f"- {a['kernel']}, seed {a['seed']}: {a['class']}: {_cell(a['says'])[:300]}"
-                  for a in s["alarms"]] + ([""] if s["alarms"] else [])
-        parts += [f"{note}\n" for note in s.get("notes", ())]
-        parts.append(_table(
-            ("kernel", "op", "seeds passed", "seeds failed", "cases", "worst of what is allowed"),
-            [(f"`{name}`", k["op"], _ranges(k["passed"]), _ranges(k["failed"]) or "none",
-              f"{k['cases']:,}", f"{k['worst']:.2f}")
-             for name, k in s["kernels"].items() if k["passed"] or k["failed"]]))
-        refused: dict[str, list[str]] = {}
-        for name, k in s["kernels"].items():
-            if not k["passed"] and not k["failed"]:
-                refused.setdefault(_cell(k["why_skipped"])[:120], []).append(f"`{name}`")
-        if refused:
-            parts.append("Not run here:\n")
-            parts += [f"- {why or 'nothing it accepts could be asked'}: {', '.join(names)}"
-                      for why, names in refused.items()] + [""]
+    parts += [line for s in summaries if s["alarms"] or s.get("notes") for line in _told(s)]
+    places = dict.fromkeys((s["machine"], s["device"]) for s in summaries)
+    for machine, device in places:
+        here = [s for s in summaries if (s["machine"], s["device"]) == (machine, device)]
+        parts += [f"### {machine}, {device}: every kernel\n", _table(
+            ("kernel", "op", "newest run", "lane", "seeds passed", "seeds failed", "cases",
+             "worst of what is allowed", "all runs", "failed"), list(_kernel_rows(here)))]
+        parts += _not_run(here)
     parts += _planted_faults(planted)
     parts += ["## Definitions\n",
               "References of public definitions, each changed in one place at a time "
@@ -146,6 +136,42 @@ def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str
             parts.append("Not mutated:\n")
             parts += [f"- {r['definition']}: {_cell(r['skipped'])[:160]}" for r in skipped] + [""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _told(s: Mapping[str, Any]) -> list[str]:
+    """Returns what failed in a run, and what was found of it."""
+    alarms = [f"- {a['kernel']}, seed {a['seed']}: {a['class']}: {_cell(a['says'])[:300]}"
+              for a in s["alarms"]]
+    return [f"### {s['first'][:16].replace('T', ' ')}, {s['machine']}, {s['device']}, {s['lane']} "
+            "lane\n", f"Sources {s['sources']}, torch {s['torch']}, Python {s['python']}, "
+            f"{s['arch']}.\n", *alarms, *([""] if alarms else []),
+            *(f"{note}\n" for note in s.get("notes", ()))]
+
+
+def _kernel_rows(summaries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yields each kernel with its newest run and with the number of its verdicts in all runs."""
+    for name in sorted({n for s in summaries for n in s["kernels"]}):
+        ran = [(s, k) for s in summaries if (k := s["kernels"].get(name)) is not None
+               and (k["passed"] or k["failed"])]
+        if ran:
+            s, k = ran[-1]
+            failed = sum(len(k["failed"]) for _, k in ran)
+            yield (f"`{name}`", k["op"], s["last"][:16].replace("T", " "), s["lane"],
+                   _ranges(k["passed"]), _ranges(k["failed"]) or "none", f"{k['cases']:,}",
+                   f"{k['worst']:.2f}", str(sum(len(k["passed"]) for _, k in ran) + failed),
+                   str(failed))
+
+
+def _not_run(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the kernels that no run could ask, by their reason."""
+    newest = {name: k for s in summaries for name, k in s["kernels"].items()}
+    ran = {name for s in summaries for name, k in s["kernels"].items() if k["passed"] or k["failed"]}
+    refused: dict[str, list[str]] = {}
+    for name in sorted(newest.keys() - ran):
+        why = _cell(newest[name]["why_skipped"])[:120] or "nothing it accepts could be asked"
+        refused.setdefault(why, []).append(f"`{name}`")
+    lines = [f"- {why}: {', '.join(names)}" for why, names in refused.items()]
+    return ["Not run here:\n", *lines, ""] if lines else []
 
 
 def _planted_faults(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -177,10 +203,6 @@ def _machine_row(s: Mapping[str, Any]) -> tuple[str, ...]:
     return (s["machine"], s["torch"], f"{s['lane']}, {s['device']}",
             f"{s['first'][:16].replace('T', ' ')} to {s['last'][11:16]}", str(len(ran)), seeds,
             f"{s['verdicts']:,}", f"{s['cases']:,}", str(len(s["alarms"])))
-
-
-def _name(s: Mapping[str, Any]) -> str:
-    return f"{s['machine']}, {s['device']}, torch {s['torch']}, {s['lane']} lane"
 
 
 def _counts(c: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from hypothesis import HealthCheck, settings
 # How long an example takes is the machine's affair.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("calm")
+
+# A shell ignores ctrl-C for what it runs in the background, and so would every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call
 # path is used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.

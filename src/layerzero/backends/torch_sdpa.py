@@ -192,6 +192,8 @@ def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causa
         assert hidden is not None, "the rules let a call through that has nothing to fold"
         bias = torch.zeros((), dtype=dtype, device=query.device).expand(hidden.shape)
     mask = bias.to(dtype) if hidden is None else bias.to(dtype).masked_fill(hidden, -math.inf)
+    if not torch.is_grad_enabled():            # a bias that could be trained keeps torch off flash
+        mask = mask.detach()
     return mask[(None,) * (4 - mask.dim())]
 
 

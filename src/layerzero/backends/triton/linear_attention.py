@@ -67,6 +67,28 @@ def update_kernel(
 
 
 @triton.jit
+def _last(x, t, CHUNK: tl.constexpr):
+    return tl.sum(tl.where(t == CHUNK - 1, x, 0.0), 0)
+
+
+@triton.jit
+def _decays(logs, t, CHUNK: tl.constexpr):
+    """From the logarithms of the decays of a chunk: their running sum, the decay from each token to
+    each later one, and that from each token to the last.
+
+    The difference of two sums of hundreds has few digits left. So the sums are kept in two parts:
+    multiples of 2**-10, which are exact up to 2**14, and a rest that stays small.
+    """
+    coarse = tl.floor(logs * 1024) * (1 / 1024)
+    large, small = tl.cumsum(coarse, 0), tl.cumsum(logs - coarse, 0)
+    # the last elements, not second sums, which round otherwise: at the last token it is exactly 0
+    left = tl.exp((_last(large, t, CHUNK) - large) + (_last(small, t, CHUNK) - small))
+    between = (large[:, None] - large[None, :]) + (small[:, None] - small[None, :])
+    decay = tl.exp(tl.where(t[:, None] >= t[None, :], between, -float("inf")))
+    return large + small, decay, left
+
+
+@triton.jit
 def scan_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr, first_ptr, out_ptr, last_ptr, seq,
     heads, groups, dt_min, dt_max, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,18 +123,13 @@ def scan_kernel(
         known = inside[:, None] & (n < STATE)[None, :]
         b = tl.load(b_ptr + group, mask=known, other=0.0).to(tl.float32)
         c = tl.load(c_ptr + group, mask=known, other=0.0).to(tl.float32)
-        total = tl.cumsum(dt * a, 0)
-        # the last element of `total`, not a second sum, which rounds otherwise: end - total must be
-        # exactly 0 at the last token
-        end = tl.sum(tl.where(t == CHUNK - 1, total, 0.0), 0)
-        lower = t[:, None] >= t[None, :]
-        decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], -float("inf")))
+        total, decay, left = _decays(dt * a, t, CHUNK)
         added = x * dt[:, None]
         scores = tl.dot(c, tl.trans(b), input_precision="ieee") * decay
         out = tl.dot(scores, added, input_precision="ieee")
         out += tl.dot(c * tl.exp(total)[:, None], tl.trans(state), input_precision="ieee")
-        state = state * tl.exp(end) + tl.dot(tl.trans(added), b * tl.exp(end - total)[:, None],
-                                             input_precision="ieee")
+        state = state * _last(tl.exp(total), t, CHUNK) + tl.dot(
+            tl.trans(added), b * left[:, None], input_precision="ieee")
         if SKIP:
             out += x * tl.load(d_ptr + head).to(tl.float32)
         if GATE:
@@ -190,10 +207,7 @@ def delta_chunk_kernel(
         v = tl.load(v_ptr + values, mask=mask, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + value, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + value, mask=inside, other=0.0).to(tl.float32)
-        total = tl.cumsum(g, 0)
-        end = tl.sum(tl.where(t == CHUNK - 1, total, 0.0), 0)
-        decay = tl.exp(tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :],
-                                -float("inf")))
+        total, decay, left = _decays(g, t, CHUNK)
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
         system = tl.where(t[:, None] > t[None, :], system, 0.0)
         # the inverse of 1 + system: row i from the rows before it
@@ -209,8 +223,8 @@ def delta_chunk_kernel(
         out = tl.dot(scores, new, input_precision="ieee")
         out += tl.dot(q * tl.exp(total)[:, None], state, input_precision="ieee")
         tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=mask)
-        state = state * tl.exp(end) + tl.dot(tl.trans(k * tl.exp(end - total)[:, None]), new,
-                                             input_precision="ieee")
+        state = state * _last(tl.exp(total), t, CHUNK) + tl.dot(
+            tl.trans(k * left[:, None]), new, input_precision="ieee")
     tl.store(last_ptr + offset, state, mask=whole)
 
 

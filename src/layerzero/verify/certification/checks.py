@@ -97,7 +97,8 @@ from .unused_places import unused_place_checks
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
 COMPILES_S = 1.0
-SIZES_S = {"quick": 0.9}                       # of CPU time in a kernel for all sizes of a seed
+# of CPU time in a kernel for all sizes of a seed
+SIZES_S = {"quick": 0.9, "full": 20.0}
 A_MODEL = "a model"
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
 HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7

@@ -126,7 +126,9 @@ def _by_complaint(e: Evidence) -> Explanation | None:
 def _by_direction(e: Evidence) -> Explanation | None:
     e.add_plain_failures()
     if not e.forward:
-        return "gradient", f"the forward pass is right, the backward is not: {e.failed[0].detail}"
+        kind = ("non-determinism" if all(set(r.kinds) == {"non-determinism"} for r in e.failed)
+                else "gradient")
+        return kind, f"the forward pass is right, the backward is not: {e.failed[0].detail}"
     if not all(r.circumstance.startswith("backward") for r in e.forward):
         return None
     if e.ask(is_wrong_when_recording):

@@ -69,12 +69,13 @@ def rounding_budget(compute: Compute, values: Mapping[str, Any], wide: Mapping[s
             main = wide[op.main_tensor]
             gen = torch.Generator().manual_seed(draw)
             add({op.main_tensor: main * _signs(main, gen)}, _uncancelled)
-        moved = [t if t is None else t * max(1.0, _roundings(op, terms) / ROUNDINGS)
+        moved = [t if t is None else t * max(1.0, roundings_of(op, terms) / ROUNDINGS)
                  for t, terms in zip(moved, terms_of(op, values, len(moved)))]
     return moved
 
 
-def _roundings(op: Op, terms: int) -> float:
+def roundings_of(op: Op, terms: int) -> float:
+    """Returns how many roundings a sum of so many terms may be off by."""
     return float(terms) if op.tolerance.chained else WORST * math.sqrt(terms)
 
 

@@ -38,7 +38,7 @@ from .contract import (
     results_of,
     upcast,
 )
-from .error_budget import UNITS, rounding_budget, terms_of
+from .error_budget import UNITS, rounding_budget, roundings_of, terms_of
 from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layout
 from .judging import ROUNDINGS, judge_result
 from .output_grads import SCALES, draw_output_grads
@@ -392,9 +392,7 @@ def _rounding_budgets(op: Op, values: Mapping[str, Any], output_grads: Sequence[
             return tuple(_backward(leaves, formula(op, leaves), weights, keep=False).values())
 
     moved = rounding_budget(gradients, values, upcast(values), tuple(exact.values()))
-    times = 1.0
-    if op.tolerance.chained:
-        times = max(1.0, max(terms_of(op, values, 1)) / ROUNDINGS)
+    times = max(1.0, roundings_of(op, max(terms_of(op, values, 1))) / ROUNDINGS)
     return {n: 0.0 if gap is None or not gap.numel() else times * float(gap.max())
             for n, gap in zip(exact, moved)}
 

@@ -204,9 +204,10 @@ class GuardedResults(TorchDispatchMode):
 def with_layout(t: Tensor, layout: str) -> Tensor | None:
     """Copies a tensor to another layout; None where that makes no difference.
 
-    sparse: every second element of a row; padded: rows with space behind them; transposed: the last
-    two dimensions exchanged in memory; transposed part: with space behind the columns too, as of
-    one of several weights that lie in one; offset: starts one element late.
+    sparse: every second element of a row; padded: rows with space behind them; spaced: every second
+    item of the first dimension, as keys and values that lie in one pool; transposed: the last two
+    dimensions exchanged in memory; transposed part: with space behind the columns too, as of one of
+    several weights that lie in one; offset: starts one element late.
     """
     if not t.numel() or t.dim() == 0:
         return None
@@ -220,6 +221,8 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
         width = shape[-1] + 3
         other = _poisoned(t.numel() // shape[-1] * width,
                           t).view(*shape[:-1], width)[..., :shape[-1]]
+    elif layout == "spaced":
+        other = _poisoned(2 * t.numel(), t).view(shape[0], 2, *shape[1:])[:, 0]
     elif layout.startswith("transposed"):
         if t.dim() < 2:
             return None

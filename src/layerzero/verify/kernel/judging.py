@@ -127,7 +127,8 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
     if dtype == "float64":
         bound = atol + rtol * size
     if budget is not None:                     # of all together: as kernels compute, in float32
-        bound += ROUNDINGS * largest(_masked(budget, chosen)) * UNITS["float32"] / UNITS[dtype]
+        roundings = 2 * ROUNDINGS if alike else ROUNDINGS
+        bound += roundings * largest(_masked(budget, chosen)) * UNITS["float32"] / UNITS[dtype]
     error = max(eager_error if gap is eager_gap else _largest_or_inf(gap) for gap in gaps)
     complaints, notes = [], []
     for out, when in (((first, ""), (second, " over poisoned memory"))

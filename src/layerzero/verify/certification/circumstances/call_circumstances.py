@@ -33,6 +33,8 @@ from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, S
 from .state_circumstances import state_circumstances
 from .text_circumstances import text_circumstances
 
+OBJECTS = 512                                  # of which one may have the id of an earlier one
+
 
 class Expanded(Circumstance):
     """One tensor expanded along a dimension (stride 0), all of it equal to its first part."""
@@ -243,7 +245,8 @@ def _changed(read: Callable[[], Any], write: Callable[[Any], None], value: Any) 
 
 
 class ReusedMemory(Circumstance):
-    """Tensors that lie where earlier ones lay, which are gone: same address, size and version."""
+    """Tensors that lie where earlier ones lay, which are gone: same address, size and version, and
+    the same id of the object where Python gives it again."""
 
     name = "at the addresses of earlier tensors"
 
@@ -259,9 +262,28 @@ class ReusedMemory(Circumstance):
         if any(not isinstance(values[n], Tensor) or others[n].shape != values[n].shape
                for n in values if isinstance(others[n], Tensor)):
             return None
+        ids: dict[str, int] = {}
+        twins: dict[str, Tensor] = {}
         for _ in range(2):                     # the tensors of these calls are gone afterwards
-            call(kernel, {**others, **{n: _placed(memory[n], others[n]) for n in plain}})
-        return {**values, **{n: _placed(memory[n], t) for n, t in plain.items()}}
+            earlier = {n: _placed(memory[n], others[n]) for n in plain}
+            call(kernel, {**others, **earlier})
+            ids = {n: id(t) for n, t in earlier.items()}
+            twins = {n: t.detach() for n, t in earlier.items()}
+            del earlier
+        again = {n: _as_object(ids[n], t) for n, t in twins.items()}
+        for n, t in plain.items():
+            _placed(memory[n], t)
+        return {**values, **again}
+
+
+def _as_object(wanted: int, t: Tensor) -> Tensor:
+    """Returns the tensor as another object, of that id if one of some gets it."""
+    others = []
+    for _ in range(OBJECTS):
+        others.append(t.detach())              # which are kept, else the next one has its id again
+        if id(others[-1]) == wanted:
+            break
+    return others[-1]
 
 
 def _placed(memory: tuple[bytearray, torch.dtype, torch.Size], contents: Tensor) -> Tensor:

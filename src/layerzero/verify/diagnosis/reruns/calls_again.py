@@ -178,9 +178,10 @@ def is_right_with_small_gaps(kernel: Kernel, failed: Sequence[CaseResult], devic
     for r in sample:
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
         name = getattr(find_circumstance(kernel.op, r.circumstance), "tensor", "")
-        near = with_layout(values[name], "padded") if isinstance(values.get(name), Tensor) else None
-        if near is not None and not is_right(kernel, {**values, name: near}, r.dtype):
-            return False
+        for layout in ("padded", "spaced") if isinstance(values.get(name), Tensor) else ():
+            near = with_layout(values[name], layout)
+            if near is not None and not is_right(kernel, {**values, name: near}, r.dtype):
+                return False
     return bool(sample)
 
 

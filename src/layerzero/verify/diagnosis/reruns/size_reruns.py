@@ -9,17 +9,18 @@ another size mends it or makes it wrong too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
 from ....spec.op import Op
 from ...cases.drawn_sizes import allowed_facts, lists_of_lengths, shares
-from ...cases.generated import Case, affects_result, given_arguments
+from ...cases.generated import Case, affects_result, given_arguments, if_allowed
 from ...kernel.case_sizes import numbers_of, relative_size
 from ...kernel.contract import CaseResult, case_refusals, case_values, formula
 from .calls_again import is_right, is_wrong_in_few_rows, sample_failures
@@ -28,6 +29,7 @@ PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns
 MAX_SIZE = 4096.0                              # of a call, in those of the default one
 SEEDS = (0, 1001, 1002)                        # added to that of the case
+BYTES = (torch.int8, torch.uint8)
 
 
 class Reruns:
@@ -250,6 +252,26 @@ def _is_wrong_by(kernel: Kernel, case: Case, dtype: str, seed: int, names: Seque
         if not any(affects_result(op, values, name) for name in names):
             return None
         without = {**values, **{name: op.by_name[name].default for name in names}}
-        return not is_right(kernel, values, dtype) and is_right(kernel, without, dtype)
+        return (is_right(kernel, without, dtype)
+                and not any(is_right(kernel, v, dtype) for v in _with_other_numbers(
+                    op, values, names)))
     except FAULTS:
         return None
+
+
+def _with_other_numbers(op: Op, values: Mapping[str, Any],
+                        names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the call as it is, with the numbers of the arguments of one sign where some are below
+    zero, and with codes of a byte a quarter as large: a meaning stays what it is."""
+    yield dict(values)
+    tensors = {n: t for n in names if isinstance(t := values.get(n), Tensor)}
+    signed = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1
+              and bool((t < 0).any()) and bool(t.isfinite().all())}
+    others = [{n: sign * t.abs() for n, t in signed.items()} for sign in (1, -1) if signed]
+    if any(t.dtype in BYTES for t in tensors.values()):
+        others.append({n: torch.div(t, 4, rounding_mode="floor") for n, t in values.items()
+                       if isinstance(t, Tensor) and t.dtype in BYTES})
+    for changed in others:
+        allowed = if_allowed(op, {**values, **changed})
+        if allowed is not None and any(affects_result(op, allowed, name) for name in names):
+            yield allowed

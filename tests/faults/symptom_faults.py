@@ -6,11 +6,15 @@ left out like another distribution. Each is wrong in one way.
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
 from broken_kernels import FAULTS, Fault, fault
 from torch import Tensor
+
+from layerzero.ops.formulas.moe import score_experts, weigh_experts
+from layerzero.ops.formulas.quant import expand_scales
 
 _BEFORE = len(FAULTS)
 
@@ -219,6 +223,99 @@ def single_key_head_is_left(right, **v):
     if k is None or k.dim() != 4 or k.shape[1 if v["layout"] == "bhsd" else 2] != 1:
         return out
     return out[0], k.clone()
+
+
+# Numbers of some kind only, gaps of one kind, rows of nothing.
+
+class _AnyOrder(torch.autograd.Function):
+    """Rows of a table, whose gradients are added in the order in which threads come."""
+
+    order = random.Random()
+
+    @staticmethod
+    def forward(ctx, weight, ids):
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight)
+        return weight.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ids, = ctx.saved_tensors
+        order = torch.tensor(_AnyOrder.order.sample(range(len(ids)), len(ids)), dtype=torch.long)
+        total = torch.zeros(ctx.rows, grad.shape[1], dtype=torch.float64)
+        total = total.to(grad.dtype if grad.dtype == torch.float64 else torch.float32)
+        return total.index_add(0, ids[order], grad[order].to(total.dtype)).to(grad.dtype), None
+
+
+@fault("embedding", "non-determinism")
+def gradients_in_any_order(right, **v):
+    if not _is_recorded(v["weight"]) or v["padding_idx"] is not None or v["scale"] != 1.0:
+        return right(**v)
+    rows = _AnyOrder.apply(v["weight"], v["ids"].reshape(-1))
+    return rows.reshape(*v["ids"].shape, v["weight"].shape[1])
+
+
+@fault("paged_attention", "layout")
+def pages_as_if_dense(right, **v):
+    def dense(cache: Tensor) -> Tensor:
+        size = math.prod(cache.shape[1:])
+        if not cache.numel() or not cache[0].is_contiguous() or cache.stride(0) <= size:
+            return cache
+        return cache.as_strided(cache.shape, (size, *cache.stride()[1:]), cache.storage_offset())
+
+    return right(**{**v, "key_cache": dense(v["key_cache"]),
+                    "value_cache": dense(v["value_cache"])})
+
+
+@fault("cross_entropy", "precision")
+def rows_counted_in_16_bits(right, **v):
+    if v["reduction"] != "mean" or v["logits"].dtype not in (torch.float16, torch.bfloat16):
+        return right(**v)
+    count = (v["targets"].long() != v["ignore_index"]).sum()
+    total = right(**{**v, "reduction": "sum"})
+    return total / count.to(v["logits"].dtype).to(total.dtype)
+
+
+@fault("moe_gate", "mask")
+def groups_hidden_by_zero(right, **v):
+    groups, bias = v["n_group"], v["e_score_correction_bias"]
+    if groups <= 1 or bias is None:
+        return right(**v)
+    scores = score_experts(v["logits"], v["scoring"])
+    choice = (scores + bias.float()).unflatten(-1, (groups, -1))
+    best = choice.topk(min(2, choice.shape[-1]), -1).values.sum(-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :v["topk_group"]]
+    hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+    choice = choice.masked_fill(hidden[..., None], 0.0).flatten(-2)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., :v["top_k"]]
+    return ids, weigh_experts(scores.gather(-1, ids), v["normalize"], v["routed_scaling_factor"])
+
+
+@fault("dequantize", "overflow")
+def zeros_taken_away_in_8_bits(right, **v):
+    zeros = v["zeros"]
+    if v["scales"] is None or v["format"] != "int8" or zeros is None or zeros.dtype != torch.int8:
+        return right(**v)
+    spread = expand_scales(zeros, v["q"].shape, v["block_size"] or 128, v["block_rows"])
+    return right(**{**v, "q": v["q"] - spread, "zeros": None})
+
+
+@fault("rope", "stale cache", "state")
+class AnglesById:
+    """Gathers the angles of a step once for all layers; the step is known by the id of its ids."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, Any] = None, None
+
+    def __call__(self, right, **v):
+        ids, cos, sin = v["position_ids"], v["cos"], v["sin"]
+        if ids is None or _is_recorded(cos, sin) or torch.is_inference_mode_enabled():
+            return right(**v)
+        key = id(ids), ids._version, ids.shape, cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype
+        if self.last[0] != key:
+            self.last = key, tuple(torch.nn.functional.embedding(ids, t) for t in (cos, sin))
+        cos, sin = self.last[1]
+        return right(**{**v, "cos": cos, "sin": sin, "position_ids": None})
 
 
 SYMPTOM_FAULTS: list[Fault] = FAULTS[_BEFORE:]

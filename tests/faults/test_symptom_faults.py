@@ -23,7 +23,7 @@ SYMPTOMS = {f.name: f for f in SYMPTOM_FAULTS}
 # Those for which a rerun tells the cause from what it looks like.
 NAMED = {"bias_of_16_bits", "first_state_of_16_bits", "sigmoid_of_16_bits",
          "one_tree_for_all_rows_read_flat", "rows_in_order_are_a_part_of_the_table",
-         "weightkeptofanymode"}
+         "weightkeptofanymode", "gradients_in_any_order", "pages_as_if_dense", "anglesbyid"}
 
 
 def test_every_fault_is_another_and_has_a_class() -> None:

@@ -165,7 +165,8 @@ def _kernel_rows(summaries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
 def _not_run(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the kernels that no run could ask, by their reason."""
     newest = {name: k for s in summaries for name, k in s["kernels"].items()}
-    ran = {name for s in summaries for name, k in s["kernels"].items() if k["passed"] or k["failed"]}
+    ran = {name for s in summaries for name, k in s["kernels"].items()
+           if k["passed"] or k["failed"]}
     refused: dict[str, list[str]] = {}
     for name in sorted(newest.keys() - ran):
         why = _cell(newest[name]["why_skipped"])[:120] or "nothing it accepts could be asked"

@@ -250,6 +250,20 @@ def test_a_mask_that_was_remembered_in_inference_mode_serves_a_call_that_trains(
             lz.attention(*args, causal_align=align, backend="reference.attention"))
 
 
+def test_a_bias_that_could_be_trained_is_served_like_any_other_where_nothing_is_recorded():
+    """torch computes each score for a bias that requires a gradient, even where none is recorded."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 17, 32, generator=generator)
+    bias = torch.randn(2, 1, 17, 17, generator=generator)
+    with torch.no_grad():
+        plain = lz.attention(q, k, v, bias, backend="torch.sdpa_bias")
+        parameter = lz.attention(q, k, v, torch.nn.Parameter(bias), backend="torch.sdpa_bias")
+    assert torch.equal(parameter, plain)
+    trained = torch.nn.Parameter(bias)
+    lz.attention(q, k, v, trained, backend="torch.sdpa_bias").sum().backward()
+    assert trained.grad is not None
+
+
 # With CUDA torch.sdpa has a function of its own, since cuDNN misreads a gradient with gaps.
 
 class _Seen(torch.autograd.Function):

@@ -44,6 +44,8 @@ def lanes(scale: float) -> list[Lane]:
     found = [
         Lane("contract", "the contract of every kernel, what compiles in full",
              (*PYTEST, "tests/contract"), {"LZ_TEST_JIT": "all", "LZ_TEST_FULL": "1"}),
+        Lane("faults", "every planted fault is found and named",
+             (*PYTEST, "tests/faults"), {"LZ_TEST_FULL": "1"}),
         Lane("seeds", "no sound kernel fails in twenty seeds",
              (*PYTEST, "-m", "stress", "tests/faults"),
              {"LZ_TEST_SEEDS": "20"}, hours=8.0),
@@ -55,7 +57,7 @@ def lanes(scale: float) -> list[Lane]:
              {"LZ_STRESS": "full"}),
         Lane("models", "models of transformers and diffusers, what compiles and exports too",
              (*PYTEST, "tests/hf", "tests/pipelines", "tests/models", "tests/native",
-              "tests/emulator", "tests/integration"),
+              "tests/emulator", "tests/interpreter", "tests/integration"),
              {"LZ_TEST_FULL": "1"}),
         Lane("sizes", "families of models at more batches and lengths",
              (*LZ, "gate", "--stages", "models", "--full")),

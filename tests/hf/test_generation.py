@@ -4,6 +4,7 @@ transformers gives, seen by streamers and criteria in the same order."""
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,8 @@ def test_scores_from_which_nothing_can_be_drawn_are_an_error(stock, monkeypatch)
         generate(model, do_sample=True, suppress_tokens=list(range(96)))
 
 
+@pytest.mark.skipif(os.environ.get("LZ_TEST_FULL") != "1",
+                    reason="half a minute; LZ_TEST_FULL=1 asks for it")
 @pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
     run_interpreted(Path(__file__).parent / "interpreted_draw.py")

@@ -101,18 +101,19 @@ def inputs(
              "float2d": (sq, sk), "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk),
              "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
              "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk),
+             "dead_lowest": (b, 1, sq, sk),
              "left_padding": (b, 1, 1, sk), "heads": (1, hq, sq, sk), "heads3d": (hq, sq, sk),
              "keys": (sk,)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full", "heads", "heads3d"):
         attn_mask = rand(*shape)
     # as models write them: 0, or a value that hides the key
-    elif shape and mask in ("minus_inf", "dead_minus_inf", "lowest"):
-        hidden = torch.finfo(dtype).min if mask == "lowest" else -math.inf
+    elif shape and mask in ("minus_inf", "dead_minus_inf", "lowest", "dead_lowest"):
+        hidden = torch.finfo(dtype).min if mask.endswith("lowest") else -math.inf
         attn_mask = torch.zeros(shape, dtype=dtype).masked_fill(
             torch.rand(shape, generator=gen) <= 0.3, hidden)
         attn_mask[..., 0] = 0.0
-        if mask == "dead_minus_inf":
+        if mask.startswith("dead"):
             attn_mask[..., 0, :] = hidden
         attn_mask = attn_mask.to(device)
     elif mask == "left_padding":               # of each sample more
@@ -214,7 +215,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},
     {"sq": 192, "sk": 192, "mask": "bool"}, {"sq": 64, "sk": 192, "mask": "float", "hkv": 1},
     {"mask": "minus_inf", "hkv": 2}, {"mask": "dead_minus_inf", "sq": 9, "sk": 17},
-    {"mask": "lowest", "sq": 33, "sk": 65},
+    {"mask": "lowest", "sq": 33, "sk": 65}, {"mask": "dead_lowest", "sq": 9, "sk": 17},
     {"mask": "lowest", "sq": 1, "sk": 130}, {"sq": 320, "sk": 320, "mask": "padding", "b": 3},
     {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
     {"sq": 70, "sk": 3, "causal": True, "align": "top_left"},

@@ -67,7 +67,9 @@ _IDS: tuple[list[int], ...] = (
     # longer than any piece: a cut after 4 n ids, and most others, is within a character
     [104, *(240, 159, 152, 128) * 2_100, 271, *(226, 130, 172) * 1_500, 270],
     # around the ends of the vocabulary, of 16 bits and of 31
-    [104, 272, 273, 105, 274, 271, 255, 256, 0, 65_640, 2 ** 31 - 1, 106])
+    [104, 272, 273, 105, 274, 271, 255, 256, 0, 65_640, 2 ** 31 - 1, 106],
+    # spaces that a clean-up would take away
+    list(b"h ,e .l ?l !o 's n't 've  x\n y"))
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
@@ -125,7 +127,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "form": form} for form in ("int32", "transposed", "tuple", "tokens")
       for ids in ((14, 15, 17), 14)), {"ids": 4, "form": "uint8"}, {"ids": 16, "form": "int16"},
     {"ids": (0, 0, 0), "tensor": True}, {"ids": 0, "tensor": True},
-    {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
+    {"ids": 21}, {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
     *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 

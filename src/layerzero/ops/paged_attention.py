@@ -157,6 +157,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"context": (90, 50), "order": "neighbours", "lse": True},
     {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True}, {"lengths_q": (17, 1, 40)},
     {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
+    {"lengths_q": (0, 2, 1)},                              # as many queries as sequences
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
     {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (3, 1, 5), "bound": False},
     {"lengths_q": (6, 3, 9), "window": 4, "causal": False, "lse": True},

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.contract import (
+    AS_DECLARED,
     CaseResult,
+    Circumstance,
     accepts_case,
     bind_call,
     call,
@@ -324,6 +327,22 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
                        f"; {left} {LEFT_OUT} {limit_s:.2g} s" if left else ""))
 
 
+def check_modes(kernel: Kernel, cases: Sequence[Mapping[str, Any]], dtype: str,
+                modes: Sequence[Circumstance], device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Calls the kernel once for each case in each of these modes of torch: a way of its own for one
+    may be wrong beside one argument only. What looks wrong is judged as any other call is."""
+    ran = 0
+    for case, mode in product(cases, modes):
+        right, _ = _looks_right(kernel, case, dtype, device, seed, mode)
+        ran += right is not None
+        if right is False:
+            judged = check_case(kernel, case, dtype, device, seed, mode)
+            if judged.status == "failed":
+                return judged
+    return result_of(kernel, {}, dtype, f"{len(cases)} cases in other modes", seed,
+                     "passed" if ran else "skipped", detail=f"{ran} calls")
+
+
 def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:
     try:
         main = case_tensors(op, case, dtype)[op.main_tensor]
@@ -332,8 +351,8 @@ def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:
     return max(main.numel() // max(main.shape[-1], 1) if main.dim() else 1, 1)
 
 
-def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,
-                 seed: int) -> tuple[bool | None, float]:
+def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str, seed: int,
+                 mode: Circumstance = AS_DECLARED) -> tuple[bool | None, float]:
     """Is the kernel near the eager formula? None where the contract or its rules refuse the call.
     And how many seconds of CPU time it took."""
     op = kernel.op
@@ -354,7 +373,7 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
         return None, 0.0
     began = time.thread_time()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), mode.around(device):
             got = results_of(call(kernel, values))
     except FAULTS:
         return False, 0.0

@@ -33,7 +33,9 @@ from ..cases.generated import (
 from ..cases.octaves import bulk_calls, octave_calls, square_calls
 from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from ..kernel.absence import absence
+from ..kernel.case_sizes import relative_size
 from ..kernel.contract import (
+    SMALL,
     CaseResult,
     Circumstance,
     case_facts,
@@ -56,6 +58,7 @@ from .calls import (
     Budget,
     check_many_backwards,
     check_many_calls,
+    check_modes,
     check_output_margins,
     check_sizes,
 )
@@ -73,11 +76,13 @@ from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
     Autocast,
     Expanded,
+    InferenceMode,
     WithArgument,
     circumstances,
     tensor_circumstances,
 )
 from .circumstances.content_circumstances import check_contents, content_checks
+from .circumstances.grad_circumstances import GradMode
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import (
     after_inference_checks,
@@ -97,6 +102,7 @@ from .unused_places import unused_place_checks
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
 COMPILES_S = 1.0
+MODES = InferenceMode(), GradMode()
 # of CPU time in a kernel for all sizes of a seed
 SIZES_S = {"quick": 0.9, "full": 20.0}
 A_MODEL = "a model"
@@ -357,6 +363,9 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                  (A_MODEL, model_sizes(op, seed, lane)),
                  *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
                     ("all lengths", square_calls(op, seed))] if lane != "quick" else ())]
+        if not kernel.jit:                     # each mode would compile for itself
+            own = [case for case in op.cases if relative_size(op, case) <= SMALL]
+            yield partial(check_modes, kernel, own, plain[1], MODES, device, seed)
         budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             all_others=lane != "quick" or name != A_MODEL, budget=budget)

@@ -244,9 +244,14 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
                                                                output_grads, expected.exact_grads))
         complaints += gradient_complaints
         worst = max(worst, errors, key=lambda e: e[2])
-    if (kernel.backward_repeats(torch.device(device).type) and not _equal(*runs[:2])
-            and not _equal(*_deterministic_passes(values, results, output_grads))):
-        complaints.append(Complaint("non-determinism", "two backward passes differ"))
+    if kernel.backward_repeats(torch.device(device).type):
+        if (not _equal(*runs[:2])
+                and not _equal(*_deterministic_passes(values, results, output_grads))):
+            complaints.append(Complaint("non-determinism", "two backward passes differ"))
+        elif len(layouts) > 1 and not kernel.jit and _differs_again(kernel, values, output_grads,
+                                                                    runs[0]):
+            complaints.append(Complaint("non-determinism", "the gradients of a second forward pass "
+                                                           "differ from those of the first"))
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
         retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
@@ -285,6 +290,17 @@ def _shared_gradients(first: Mapping[str, Tensor], second: Mapping[str, Tensor],
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return all(one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one)
+
+
+def _differs_again(kernel: Kernel, values: Mapping[str, Any],
+                   output_grads: Sequence[Tensor | None], first: Mapping[str, Tensor]) -> bool:
+    """Are the gradients others after another forward pass, twice? An order may be chosen there."""
+    def differs() -> bool:
+        with torch.enable_grad():
+            results = results_of(call(kernel, values))
+        return not _equal(_backward(values, results, output_grads, keep=False), first)
+
+    return differs() and differs()
 
 
 def _deterministic_passes(values: Mapping[str, Any], results: Sequence[Tensor],

@@ -268,7 +268,8 @@ class ReusedMemory(Circumstance):
             earlier = {n: _placed(memory[n], others[n]) for n in plain}
             call(kernel, {**others, **earlier})
             ids = {n: id(t) for n, t in earlier.items()}
-            twins = {n: t.detach() for n, t in earlier.items()}
+            # storages of their own over the same memory, made while the objects of others live
+            twins = {n: _placed(memory[n], others[n]) for n in plain}
             del earlier
         again = {n: _as_object(ids[n], t) for n, t in twins.items()}
         for n, t in plain.items():

@@ -29,6 +29,7 @@ PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns
 MAX_SIZE = 4096.0                              # of a call, in those of the default one
 SEEDS = (0, 1001, 1002)                        # added to that of the case
+SEQUENCES = "the number of sequences"
 BYTES = (torch.int8, torch.uint8)
 
 
@@ -89,7 +90,7 @@ def sizes_of(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
                     **case, name: (*first, m)}
     lengths = {n: sizes[n] for n in lists_of_lengths(op) if n in sizes}
     if lengths:
-        yield "the number of sequences", min(map(len, lengths.values())), lambda m: {
+        yield SEQUENCES, min(map(len, lengths.values())), lambda m: {
             **case, **{n: (*islice(cycle(size), m),) for n, size in lengths.items()}}
 
 
@@ -119,7 +120,9 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
         def at(m: int, sized: Sized = sized) -> bool | None:
             return reruns.verdict(sized(m), r.dtype, r.seed)
 
-        if at(n) is not False:
+        # repeated lengths are no other ones: as many sequences that are longer must be wrong too
+        if at(n) is not False or (name == SEQUENCES and reruns.verdict(
+                _longer(op, r.case), r.dtype, r.seed)):
             continue
         near = {*range(n + 1, n + 9), *(n + -n % period for period in PERIODS)} - {n}
         right = [u for u in sorted(near) if u <= 2 * n + 64 and at(u)]
@@ -134,6 +137,13 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
                     return (f"wrong where {name} is {n}, {n + period} and {n + 2 * period}, right "
                             f"where it is {u}, {u + period} and {u + 2 * period}")
     return ""
+
+
+def _longer(op: Op, case: Case) -> dict[str, Any]:
+    """Returns the case with every sequence one longer."""
+    sizes = {**numbers_of(op), **case}
+    return {**case, **{n: tuple(length + 1 for length in size) for n in lists_of_lengths(op)
+                       if isinstance(size := sizes.get(n), tuple) and size}}
 
 
 def explain_by_growth(kernel: Kernel, failed: Sequence[CaseResult],
@@ -228,8 +238,7 @@ def _other_sizes(op: Op, case: Case) -> Iterator[dict[str, Any]]:
     """Yields the case in the sizes that the op has by default, and in larger ones."""
     sizes = numbers_of(op).keys() - op.by_name.keys()
     plain = {n: v for n, v in case.items() if n not in sizes}
-    if plain != case:
-        yield plain
+    yield from (other for other in (plain, _longer(op, case)) if other != case)
     shared = {name for pair in shares(op) for name in pair}
     for name, default in numbers_of(op).items():
         size = case.get(name, default)
@@ -262,7 +271,8 @@ def _is_wrong_by(kernel: Kernel, case: Case, dtype: str, seed: int, names: Seque
 def _with_other_numbers(op: Op, values: Mapping[str, Any],
                         names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the call as it is, with the numbers of the arguments of one sign where some are below
-    zero, and with codes of a byte a quarter as large: a meaning stays what it is."""
+    zero, with one number for all where they are lengths, and with codes of a byte a quarter as
+    large: a meaning stays what it is."""
     yield dict(values)
     tensors = {n: t for n in names if isinstance(t := values.get(n), Tensor)}
     signed = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1
@@ -271,6 +281,8 @@ def _with_other_numbers(op: Op, values: Mapping[str, Any],
     if any(t.dtype in BYTES for t in tensors.values()):
         others.append({n: torch.div(t, 4, rounding_mode="floor") for n, t in values.items()
                        if isinstance(t, Tensor) and t.dtype in BYTES})
+    others += [{n: t[:1].expand_as(t).contiguous()} for n, t in tensors.items()
+               if t.dtype in (torch.int32, torch.int64) and t.dim() == 1 and len(t) > 1]
     for changed in others:
         allowed = if_allowed(op, {**values, **changed})
         if allowed is not None and any(affects_result(op, allowed, name) for name in names):

@@ -57,7 +57,7 @@ def lanes(scale: float) -> list[Lane]:
              {"LZ_STRESS": "full"}),
         Lane("models", "models of transformers and diffusers, what compiles and exports too",
              (*PYTEST, "tests/hf", "tests/pipelines", "tests/models", "tests/native",
-              "tests/emulator", "tests/interpreter", "tests/integration"),
+              "tests/emulator", "tests/integration"),
              {"LZ_TEST_FULL": "1"}),
         Lane("sizes", "families of models at more batches and lengths",
              (*LZ, "gate", "--stages", "models", "--full")),

@@ -241,7 +241,7 @@ def test_a_fork_in_the_middle_of_all_that(small, tmp_path):
     for thread in threads:
         thread.start()
     try:
-        for _ in range(4):
+        for _ in range(8):
             child = os.fork()
             if child == 0:
                 code = 1

@@ -91,9 +91,10 @@ MISTAKES: tuple[Mistake, ...] = (
     replace_argument("scale", "no label smoothing", "label_smoothing", 0.0),
     change_results("scale", "the mean over all rows, ignored ones too", _mean_over_all_rows))
 
-# ids beyond 2^16
-STRESS: tuple[dict[str, Any], ...] = ({"vocab": 200_003, "rows": (4,), "reduction": "none",
-                                        "targets_dtype": "int32"},)
+# ids beyond 2^16; a number that is a class in the 32 bits of the targets
+STRESS: tuple[dict[str, Any], ...] = (
+    {"vocab": 200_003, "rows": (4,), "reduction": "none", "targets_dtype": "int32"},
+    {"ignore_index": (1 << 32) + 4, "rows": (40,), "reduction": "none", "targets_dtype": "int32"})
 
 OP = Op(
     name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,

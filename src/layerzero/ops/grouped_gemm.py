@@ -123,7 +123,7 @@ def _serve_the_rest(op: Any, v: Values) -> Values | None:
 
 
 MISTAKES: tuple[Mistake, ...] = (
-    Mistake("convention", "groups without rows skipped with their weights kept", _skip_empty),
+    Mistake("sizes", "groups without rows skipped with their weights kept", _skip_empty),
     Mistake("last rows", "the rows past the last group in it", _serve_the_rest))
 
 OP = Op(

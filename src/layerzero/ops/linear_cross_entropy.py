@@ -71,8 +71,10 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     check_targets("linear_cross_entropy", values, facts)
 
 
-STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
-    {"vocab": 200_003, "width": 2, "rows": (4,), "reduction": "none", "targets_dtype": "int32"},)
+# ids beyond 2^16; a number that is a class in the 32 bits of the targets
+STRESS: tuple[dict[str, Any], ...] = (
+    {"vocab": 200_003, "width": 2, "rows": (4,), "reduction": "none", "targets_dtype": "int32"},
+    {"ignore_index": (1 << 32) + 4, "rows": (40,), "reduction": "none", "targets_dtype": "int32"})
 
 OP = Op(
     name="linear_cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,

@@ -24,7 +24,8 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
             flat = (main is None or (min(main.shape) < 2 or main.shape[-1] < 16  # no vectors
-                                     if main.dim() > 1 else _has_few_results(op, cell, seed)))
+                                     if main.dim() > 1 else
+                                     main.numel() < 2 or _has_few_results(op, cell, seed)))
             ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
                            len(ranked), frozenset((n, f"{t.dtype} {t.dim()}")
                                                   for n, t in tensors.items()), cell))

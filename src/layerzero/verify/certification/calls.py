@@ -9,9 +9,10 @@ import os
 import tempfile
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..kernel.contract import (
     Circumstance,
     accepts_case,
     bind_call,
+    bind_once,
     call,
     case_contents,
     case_facts,
@@ -37,6 +39,7 @@ from ..kernel.contract import (
     changed_by_formula,
     check_case,
     eager_results,
+    load_once,
     refusals,
     results_of,
 )
@@ -50,7 +53,9 @@ ROUNDS = 3                                     # of calls, after which memory is
 HELD_RESULTS = 40                                      # results that must stay as they were
 # of CPU time: a kernel that takes as long is called less often, but not less than
 SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S, SLOW_BACKWARDS = 2e-4, 300, 5e-4, 4
-CONFIRMING = 256                               # of a leak: a compiler leaves 100 objects once
+MOST_NUMBERS = 64                              # that are counted in all rounds
+# A leak is looked for again with so many calls: a compiler leaves 100 objects once.
+CONFIRMING = 16, 256
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 LONG_S = 0.05                                  # a call that tells how long a row takes
 LEFT_OUT = "left out after"                    # in the detail of what took too long
@@ -208,13 +213,23 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
         # a graph is garbage that is due; and a heap may grow once
         leak = ""
         for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):
-            leak = leak or (_count_memory(work, device, count, inputs, collect=True)
-                            and _count_memory(work, device, CONFIRMING, inputs, collect=True))
+            leak = leak or _confirmed_leak(work, device, count, inputs)
         found = ("leak", leak) if leak else ("result", _find_kept_results(forward))
     except FAULTS as e:                        # the gradients have checks of their own
         return result("failed" if ran else "skipped", "gradient" if ran else "",
                       str(reason_of(e, classify(e))))
     return result("failed", *found) if found[1] else result("passed")
+
+
+def _confirmed_leak(work: Callable[[], Any], device: str, calls: int,
+                    inputs: Sequence[Tensor]) -> str:
+    """Returns what each call leaves behind, if every longer look finds it too."""
+    leak = ""
+    for count in (calls, *CONFIRMING):
+        leak = _count_memory(work, device, count, inputs, collect=True)
+        if not leak:
+            break
+    return leak
 
 
 def _find_kept_results(forward: Callable[[], list[Tensor]]) -> str:
@@ -235,24 +250,30 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _count_memory(run: Callable[[], Any], device: str, calls: int, inputs: Sequence[Tensor],
                   collect: bool = False) -> str:
-    rounds: list[dict[str, int]] = []
+    names: tuple[str, ...] = ()
+    numbers = array("q", bytes(8 * MOST_NUMBERS))      # what is kept of a round is no object
     collecting = gc.isenabled()
     gc.disable()                               # what it frees of others would hide a leak
     if collect:
         gc.freeze()                            # so that it looks at what is new alone
     try:
-        for _ in range(ROUNDS + 1):
+        for done in range(ROUNDS + 1):
             if collect:
                 gc.collect()
-            rounds.append(memory_in_use(device, inputs))
-            for _ in range(calls):
+            counts = memory_in_use(device, inputs)
+            names = names or tuple(counts)
+            for i, number in enumerate(counts.values(), done * len(names)):
+                numbers[i] = number
+            del counts
+            for _ in range(calls if done < ROUNDS else 0):
                 run()
     finally:
         if collect:
             gc.unfreeze()
         if collecting:
             gc.enable()
-    return find_leak(rounds, calls)
+    return find_leak([dict(zip(names, numbers[done * len(names):]))
+                      for done in range(ROUNDS + 1)], calls)
 
 
 def check_output_margins(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
@@ -327,20 +348,41 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
                        f"; {left} {LEFT_OUT} {limit_s:.2g} s" if left else ""))
 
 
-def check_modes(kernel: Kernel, cases: Sequence[Mapping[str, Any]], dtype: str,
+def check_modes(kernel: Kernel, cases: Sequence[Mapping[str, Any]],
+                others: Sequence[Mapping[str, Any]], dtype: str,
                 modes: Sequence[Circumstance], device: str = "cpu", seed: int = 0) -> CaseResult:
-    """Calls the kernel once for each case in each of these modes of torch: a way of its own for one
-    may be wrong beside one argument only. What looks wrong is judged as any other call is."""
+    """Calls the kernel once for each case in each of these modes of torch, and for each of the
+    others in one of them: a way of its own for one may be wrong beside one argument only. What
+    looks wrong is judged as any other call is."""
     ran = 0
-    for case, mode in product(cases, modes):
+    in_turn = ((case, modes[(i + seed) % len(modes)]) for i, case in enumerate(others))
+    for case, mode in chain(product(cases, modes), in_turn):
         right, _ = _looks_right(kernel, case, dtype, device, seed, mode)
         ran += right is not None
         if right is False:
             judged = check_case(kernel, case, dtype, device, seed, mode)
             if judged.status == "failed":
                 return judged
-    return result_of(kernel, {}, dtype, f"{len(cases)} cases in other modes", seed,
+    return result_of(kernel, {}, dtype, f"{len(cases) + len(others)} cases in other modes", seed,
                      "passed" if ran else "skipped", detail=f"{ran} calls")
+
+
+def check_in_reverse(kernel: Kernel, cases: Sequence[Mapping[str, Any]], device: str = "cpu",
+                     seed: int = 0) -> CaseResult:
+    """Loads the kernel anew and calls it for each case from the last to the first, the last dtype
+    first: what the first call of all decided may have been right for those before."""
+    bind_once.cache_clear()
+    load_once.cache_clear()
+    ran = 0
+    for dtype, case in product(reversed(kernel.op.dtypes), reversed(cases)):
+        right, _ = _looks_right(kernel, case, dtype, device, seed)
+        ran += right is not None
+        if right is False:
+            judged = check_case(kernel, case, dtype, device, seed)
+            if judged.status == "failed":
+                return judged
+    return result_of(kernel, {}, kernel.op.dtypes[0], f"{ran} calls in reverse", seed,
+                     "passed" if ran else "skipped")
 
 
 def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:

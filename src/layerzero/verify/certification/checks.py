@@ -56,6 +56,7 @@ from ..kernel.process_state import functions_of_torch, put_back_functions
 from ..kernel.rare_settings import changed_settings, rare_settings
 from .calls import (
     Budget,
+    check_in_reverse,
     check_many_backwards,
     check_many_calls,
     check_modes,
@@ -365,7 +366,11 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                     ("all lengths", square_calls(op, seed))] if lane != "quick" else ())]
         if not kernel.jit:                     # each mode would compile for itself
             own = [case for case in op.cases if relative_size(op, case) <= SMALL]
-            yield partial(check_modes, kernel, own, plain[1], MODES, device, seed)
+            others = [case for case in (*op.stress, *(
+                case for case, _ in pair_cases(kernel, device, lane, seed).cells))
+                if relative_size(op, case) <= SMALL]
+            yield partial(check_modes, kernel, own, others, plain[1], MODES, device, seed)
+            yield partial(check_in_reverse, kernel, own, device, seed)
         budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             all_others=lane != "quick" or name != A_MODEL, budget=budget)

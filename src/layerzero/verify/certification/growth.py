@@ -155,8 +155,9 @@ class _Calls(NamedTuple):
     @property
     def counted(self) -> Callable[[str], bool]:
         """Which counts tell a leak? New inputs move pages, libraries keep words of texts, torch
-        plans for many sizes and what belongs to a thread."""
-        if not self.kernel.op.tensors or self.other in (TOKENS, THREADS):
+        and oneDNN plans for many sizes, as of what a kernel cuts to the lengths, and what belongs
+        to a thread."""
+        if not self.kernel.op.tensors or self.other in (TOKENS, THREADS, LENGTHS):
             return partial(operator.eq, OBJECTS)
         return partial(operator.ne, PAGES)
 

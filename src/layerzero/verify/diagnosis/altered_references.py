@@ -95,10 +95,11 @@ def _is_of_finiteness(mistake: Mistake, altered: Sequence[Any], expected: Sequen
 
 
 def _is_confirmed(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) -> bool:
-    """Does the kernel give what the altered reference gives with other numbers that make a
-    difference too, and is it right with none? A few numbers may be the same by chance."""
+    """Does the kernel mostly give what the altered reference gives with other numbers that make a
+    difference too, and is it right with none, unless it takes a circumstance to be wrong? A few
+    numbers may be the same by chance."""
     op, matches = kernel.op, []                # type: Op, list[bool]
-    for by in () if r.circumstance else (1001, 1002, 1003):
+    for by in (1001, 1002, 1003):
         values = case_values(op, r.case, r.dtype, device, r.seed + by)
         altered = _altered_results(op, mistake.apply, values)
         try:
@@ -109,9 +110,11 @@ def _is_confirmed(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) 
         if altered is None or are_close(op, r.dtype, altered, expected):
             continue
         if are_close(op, r.dtype, out, expected):
-            return False
+            if not r.circumstance:
+                return False
+            continue
         matches.append(are_close(op, r.dtype, out, altered))
-    return any(matches) or not matches
+    return 3 * sum(matches) >= 2 * len(matches)
 
 
 def _holds_elsewhere(kernel: Kernel, mistake: Mistake, r: CaseResult, device: str) -> bool:
@@ -208,7 +211,7 @@ def _other_readings(op: Op, values: Mapping[str, Any]) -> Iterator[Mistake]:
     counts = sorted({n for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()
                      for n in (*v.shape[:1], *v.shape[-1:])})
     for name in (p.name for p in op.params if _has_padding(values[p.name])):
-        yield from (Mistake("convention", f"negative {name} counted from the end of {n}",
+        yield from (Mistake("mask", f"negative {name} counted from the end of {n}",
                             partial(_count_from_the_end, name, n)) for n in counts)
     for name in tables:
         t = values[name]

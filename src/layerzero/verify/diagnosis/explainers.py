@@ -39,7 +39,7 @@ from .reruns.calls_again import (
     is_wrong_when_recording,
 )
 from .reruns.head_maps import explain_by_heads
-from .reruns.kept_reruns import explain_by_earlier_contents
+from .reruns.kept_reruns import explain_by_earlier_contents, keeps_all_results
 from .reruns.memory_reruns import explain_by_memory
 from .reruns.order_reruns import explain_by_order
 from .reruns.rounding_reruns import (
@@ -53,6 +53,7 @@ from .reruns.rounding_reruns import (
 )
 from .reruns.row_reruns import draws_others, has_another_type, mixes_rows
 from .reruns.size_reruns import (
+    explain_by_bits,
     explain_by_growth,
     explain_by_remainder,
     explain_by_shortness,
@@ -115,6 +116,8 @@ def _by_complaint(e: Evidence) -> Explanation | None:
                 continue
             if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
                 return "layout", f"fails for tensors that are not contiguous: {e.failed[0].detail}"
+            if kind == "result" and keeps_all_results(e.kernel, e.failed, e.device):
+                return "leak", f"the results of all calls are kept: {e.failed[0].detail}"
             return kind, e.failed[0].detail
     owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
     # one after another, as memory is used again
@@ -175,7 +178,8 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
         # roundings do not come and go with a remainder
         return explain_by_remainder(e.kernel, e.forward, e.device) or (
             "precision", f"close, and seen where there are many: {e.detail}")
-    return scale_mistake(e.kernel, e.forward, e.device) or ("sizes", e.detail)
+    return (scale_mistake(e.kernel, e.forward, e.device)
+            or explain_by_bits(e.kernel, e.forward, e.device) or ("sizes", e.detail))
 
 
 def _by_layout(e: Evidence) -> Explanation | None:
@@ -380,7 +384,8 @@ def _by_one_size(e: Evidence) -> Explanation | None:
     slight = e.is_slight or (e.is_right_when_wide and e.ask(is_small_beside_rows))
     if slight and e.ask(is_rounding):
         return None
-    return explain_by_growth(e.kernel, e.forward, e.device)
+    return (explain_by_bits(e.kernel, e.forward, e.device)
+            or explain_by_growth(e.kernel, e.forward, e.device))
 
 
 def _by_remainders(e: Evidence) -> Explanation | None:

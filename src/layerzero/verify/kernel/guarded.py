@@ -267,3 +267,26 @@ def address_space(size: int, like: Tensor) -> Tensor | None:
         warnings.simplefilter("ignore")
         flat = torch.frombuffer(pages, dtype=torch.uint8)
     return flat.view(like.dtype)
+
+
+@contextmanager
+def bounded_memory(more: int) -> Iterator[None]:
+    """Refuses this process more than so many bytes beyond what it has, where the system can: a
+    kernel that copies memory of which few pages exist fails, and nothing is killed for it."""
+    try:
+        import resource  # not on every system
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (ImportError, OSError, StopIteration):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = used + more
+    if soft not in (resource.RLIM_INFINITY, -1) and soft < wanted:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

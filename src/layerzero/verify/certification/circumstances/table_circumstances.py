@@ -35,7 +35,7 @@ from ...kernel.contract import (
     refusals,
     results_of,
 )
-from ...kernel.guarded import address_space
+from ...kernel.guarded import address_space, bounded_memory
 from ...kernel.judging import judge_result, same
 from ...kernel.shared import fingerprint
 
@@ -45,6 +45,7 @@ NAME = "with tables of more than 2^31 elements"
 PROBES, LONG = (1 << 18, 1 << 24), 1 << 32
 WHOLE_S = 0.001                                # of CPU time: a call as much longer reads all of it
 MOST = 4                                       # calls of a kernel
+FOR_RESULTS = 1 << 31                          # bytes that a call may take: no copy of a table
 
 
 class Table(NamedTuple):
@@ -193,7 +194,7 @@ def check_long_table(kernel: Kernel, case: Case, dtype: str, device: str = "cpu"
         if values is None or reasons:
             return result("skipped", detail="there is no such table", reasons=reasons)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), bounded_memory(FOR_RESULTS):
                 if elements < LONG:
                     if _reads_all(kernel, plain, values):
                         return result("skipped", detail="it reads the whole table")

@@ -15,6 +15,7 @@ from ...kernel.contract import CaseResult, call, case_values, formula, results_o
 from .calls_again import are_close, sample_failures
 
 A_ROUNDING, A_LITTLE = 2.0 ** -21, 2.0 ** -10  # how far numbers are moved, of their size
+MANY_CODES = 6                                 # that hardly err to one side by chance
 
 
 def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
@@ -25,6 +26,8 @@ def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
     sample = sample_failures([r for r in failed if not r.circumstance], 3)
     kinds = [_kind(kernel, r, device) for r in sample]
     for kind, text in (("ties", "wrong where two numbers are equal, and nowhere else"),
+                       ("convention", "its codes are those of numbers a rounding away, all of them "
+                                      "to the same side"),
                        ("precision", "its codes are those of numbers a rounding away")):
         # the rest may be equal only after a rounding
         if kinds and kinds.count(kind) * 3 >= len(kinds) * 2 \
@@ -57,10 +60,30 @@ def _kind(kernel: Kernel, r: CaseResult, device: str) -> str:
             near = [formula(op, {**upcast(values), op.main_tensor: x})
                     for x in _moved(main.double(), A_ROUNDING)]
             if all(_is_one_of(got[i], [want[i], *(n[i] for n in near)]) for i in codes):
-                return "precision"
+                return "convention" if _are_to_one_side(kernel, r, codes, device) else "precision"
     except FAULTS:
         return ""
     return "codes alone"
+
+
+def _are_to_one_side(kernel: Kernel, r: CaseResult, codes: Sequence[int], device: str) -> bool:
+    """Are the integers that are wrong, with several draws of numbers, all further from zero than
+    the formula's, or all nearer, above or below? Roundings of a scale go either way."""
+    sides: list[set[float]] = [set(), set()]   # of the number line, and from zero
+    count = 0
+    for by in range(0, 24):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
+        with torch.no_grad():
+            got, want = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
+        for i in codes:
+            if want[i].dtype not in (torch.int8, torch.uint8) or got[i].shape != want[i].shape:
+                return False
+            away = (got[i].double() - want[i].double())
+            wrong = away != 0
+            count += int(wrong.sum())
+            sides[0] |= set(away[wrong].sign().tolist())
+            sides[1] |= set((away * (got[i].double() + want[i].double()))[wrong].sign().tolist())
+    return count >= MANY_CODES and any(len(side) == 1 for side in sides)
 
 
 def _is_by_ties(kernel: Kernel, values: dict[str, Any], codes: Sequence[int]) -> bool:

@@ -4,11 +4,13 @@ with others. What is right by itself and wrong then is kept from the other call.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
@@ -20,13 +22,15 @@ from ...kernel.contract import (
     case_values,
     load_once,
     refusals,
+    results_of,
 )
-from .calls_again import is_right, sample_failures
+from .calls_again import is_right, sample_failures, values_of
 from .memory_reruns import explain_by_memory
 
 Call = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy
 THREADS = 4                                    # whose calls are made in turn
+HELD_CALLS = 40                                # of which a cache does not keep all results
 
 
 def explain_by_earlier_contents(kernel: Kernel, failed: Sequence[CaseResult],
@@ -103,6 +107,24 @@ def _kind_of_kept(copies: Copies, first: int) -> str:
         if now is not None and not copies.is_right(now) and copies.is_right(copies.copied(now)):
             return "stale cache"
     return ""
+
+
+def keeps_all_results(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Does a result of each of many calls live on when nobody has it? A cache has a size."""
+    sample = sample_failures(failed, 1)
+    alive: list[list[StorageWeakRef]] = []
+    for r in sample * HELD_CALLS:
+        values = values_of(kernel, r, device)
+        if values is None or refusals(kernel, values):
+            return False
+        with torch.no_grad():
+            results = results_of(call(kernel, values))
+        alive.append([StorageWeakRef(t.untyped_storage()) for t in results
+                      if isinstance(t, Tensor) and t.numel()])
+        del results
+    gc.collect()
+    return bool(alive) and all(
+        any(not storage.expired() for storage in storages) for storages in alive)
 
 
 def is_wrong_in_turn(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

@@ -28,6 +28,7 @@ from .calls_again import is_right, is_wrong_in_few_rows, sample_failures
 PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns
 MAX_SIZE = 4096.0                              # of a call, in those of the default one
+COUNTED_IN_16_BITS = (1 << 16, 1 << 15)
 SEEDS = (0, 1001, 1002)                        # added to that of the case
 SEQUENCES = "the number of sequences"
 BYTES = (torch.int8, torch.uint8)
@@ -100,10 +101,11 @@ def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult],
     right at a size between them, and as many periods after it."""
     reruns = Reruns(kernel, device)
     periods = [_period(reruns, kernel.op, r) for r in _steady(reruns, failed)]
-    known = [text for text in periods if text]
+    known = [found for found in periods if found]
     if not known or 3 * len(known) < 2 * len(periods):
         return None
-    return "sizes", f"{known[0]}: {failed[0].detail}"
+    kinds = {kind for kind, _ in known}
+    return kinds.pop() if len(kinds) == 1 else "sizes", f"{known[0][1]}: {failed[0].detail}"
 
 
 def _steady(reruns: Reruns, failed: Sequence[CaseResult]) -> list[CaseResult]:
@@ -114,8 +116,8 @@ def _steady(reruns: Reruns, failed: Sequence[CaseResult]) -> list[CaseResult]:
             if reruns.all_are(False, [r.case], r.dtype, r.seed)]
 
 
-def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
-    """Returns with which period a size of this call makes it wrong, in words."""
+def _period(reruns: Reruns, op: Op, r: CaseResult) -> tuple[str, str] | None:
+    """Returns with which period a size of this call makes it wrong: the class, and in words."""
     for name, n, sized in sizes_of(op, r.case):
         def at(m: int, sized: Sized = sized) -> bool | None:
             return reruns.verdict(sized(m), r.dtype, r.seed)
@@ -134,9 +136,28 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> str:
                 wrong, others = ([sized(m + k * period) for k in range(3)] for m in (n, u))
                 if (reruns.all_are(False, wrong, r.dtype, r.seed)
                         and reruns.all_are(True, others, r.dtype, r.seed)):
-                    return (f"wrong where {name} is {n}, {n + period} and {n + 2 * period}, right "
+                    # what is left over by whole tiles is wrong at every other remainder
+                    between = [k for k in (1, period // 2, period - 1) if k % period]
+                    is_rest = (period > 2 and u % period == 0
+                               and all(at(u + k) is False for k in between))
+                    return ("last rows" if is_rest else "sizes",
+                            f"wrong where {name} is {n}, {n + period} and {n + 2 * period}, right "
                             f"where it is {u}, {u + period} and {u + 2 * period}")
-    return ""
+    return None
+
+
+def explain_by_bits(kernel: Kernel, failed: Sequence[CaseResult],
+                    device: str) -> tuple[str, str] | None:
+    """Explains calls that are right up to a size that 15 or 16 bits count, and wrong beyond it."""
+    reruns = Reruns(kernel, device)
+    for r in sample_failures([r for r in failed if not r.circumstance], 2):
+        for name, n, sized in sizes_of(kernel.op, r.case):
+            for bound in (b for b in COUNTED_IN_16_BITS if n > b):
+                if (reruns.all_are(False, [sized(n), sized(bound + 9)], r.dtype, r.seed, SEEDS[:2])
+                        and reruns.all_are(True, [sized(bound)], r.dtype, r.seed, SEEDS[:2])):
+                    return "index overflow", (f"right where {name} is {bound}, wrong where it is "
+                                              f"{bound + 9}: {failed[0].detail}")
+    return None
 
 
 def _longer(op: Op, case: Case) -> dict[str, Any]:

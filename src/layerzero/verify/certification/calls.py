@@ -112,7 +112,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
             inputs = [v for v in arguments if isinstance(v, Tensor)]
             # in the longer lanes each one: some things happen every few hundred calls
             leak = _count_memory(compared if calls > FEWEST_CALLS else run, device,
-                                 calls // (ROUNDS + 1), inputs)
+                                 calls // ROUNDS, inputs)
             if len(os.listdir(tempfile.gettempdir())) - files >= calls // 2:
                 leak = "each call leaves a temporary file behind"
             elif leak:                         # garbage that is due may look like one
@@ -212,13 +212,24 @@ def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, de
                 break
         # a graph is garbage that is due; and a heap may grow once
         leak = ""
-        for work, count in ((run, calls // (ROUNDS + 2)), (forward, calls // (2 * ROUNDS + 4))):
+        for work, count in ((run, calls // (ROUNDS + 1)), (forward, calls // (2 * ROUNDS + 2))):
             leak = leak or _confirmed_leak(work, device, count, inputs)
         found = ("leak", leak) if leak else ("result", _find_kept_results(forward))
     except FAULTS as e:                        # the gradients have checks of their own
         return result("failed" if ran else "skipped", "gradient" if ran else "",
                       str(reason_of(e, classify(e))))
     return result("failed", *found) if found[1] else result("passed")
+
+
+def _confirmed_leak(work: Callable[[], Any], device: str, calls: int,
+                    inputs: Sequence[Tensor]) -> str:
+    """Returns what each call leaves behind, if every longer look finds it too."""
+    leak = ""
+    for count in (calls, *CONFIRMING):
+        leak = _count_memory(work, device, count, inputs, collect=True)
+        if not leak:
+            break
+    return leak
 
 
 def _confirmed_leak(work: Callable[[], Any], device: str, calls: int,

@@ -89,7 +89,7 @@ def zeros_are_forgotten_in_the_last_group(right, **v):
     return right(**v)
 
 
-@fault("quantize", "precision", "sizes", "unknown")
+@fault("quantize", "convention", "precision", "sizes", "unknown")
 def halves_rounded_away_from_zero(right, **v):
     if (v["scales"] is None and v["format"] == "int8" and v["symmetric"]
         and v["granularity"] in (None, "channel")):

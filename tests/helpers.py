@@ -43,6 +43,8 @@ from layerzero.world import snapshot as worlds
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]
+# The nightly lanes ask for what `make test` has no time for.
+FULL = os.environ.get("LZ_TEST_FULL") == "1"
 # the pytestmark of a file whose tests need CUDA itself, not ROCm
 NVIDIA_ONLY = [
     pytest.mark.gpu,

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 from _pytest import logging as logging_plugin
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
+from lanes import leave_to_the_nightly_lanes
 
 # How long an example takes is the machine's affair.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -69,11 +71,33 @@ def _forget_measurements() -> None:
         sys.modules["layerzero.world.measurements"].forget_measurements()
 
 
+# Nearly all that is made until the tests are collected stays, so there is nothing to look for.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is there when the tests are collected stays: a collection of garbage that looks at it
     takes a second where a model library was imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a fresh clone pytest rewrites the asserts of every file, for 20 seconds in each worker:
+    each begins with its part of the files, and so finds the others done."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    state = config.stash.get(rewrite.assertstate_key, None)
+    if count < 2 or not number.isdigit() or state is None or state.hook is None or (
+            sys.dont_write_bytecode or config.args != config.getini("testpaths")):
+        return
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[int(number)::count]:
+        folder = rewrite.get_cache_dir(file)
+        kept = folder / (file.stem + rewrite.PYC_TAIL)
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(file, kept) is None:
+            status, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(state, code, status, kept)
 
 
 class CatchingAtTheRoot:
@@ -100,7 +124,8 @@ class CatchingAtTheRoot:
 vars(logging_plugin)["catching_logs"] = CatchingAtTheRoot
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_to_the_nightly_lanes(config, items)
     needy = [item for item in items if item.get_closest_marker("gpu")
              or item.get_closest_marker("multigpu")]
     if not needy:

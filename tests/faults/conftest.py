@@ -1,5 +1,5 @@
 """The fixtures of helpers.py, and random numbers that no fault before has seeded; of the planted
-faults one of three.
+faults one of six.
 """
 
 import os
@@ -12,24 +12,29 @@ from helpers import emitted, path, world
 
 __all__ = ["emitted", "path", "world"]
 
-# A verdict takes seconds, and there are hundreds of faults. LZ_TEST_FULL=1 plants all of them, and
-# so does naming one, or its file.
-EVERY = 1 if os.environ.get("LZ_TEST_FULL") == "1" else 3
+# A verdict takes seconds, and there are hundreds of faults: `make test` plants one of six, and at
+# least one for each test. LZ_TEST_FULL=1 plants all of them, and so does naming one, or its file.
+EVERY = 1 if os.environ.get("LZ_TEST_FULL") == "1" else 6
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.keyword or any("faults" in argument for argument in config.args):
+    if EVERY == 1 or config.option.keyword or any("faults" in argument for argument in config.args):
         return
-    left_out = [item for item in items if EVERY > 1 and _is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    kept = set(items) - set(left_out)
-    items[:] = [item for item in items if item in kept]
+    planted: dict[str, list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        fault = _fault_of(item)
+        if fault is not None:
+            test = item.nodeid.partition("[")[0]
+            planted.setdefault(test, []).append((zlib.crc32(fault.name.encode()), item))
+    left_out = {item for rows in planted.values() for number, item in rows
+                if number % EVERY and number != min(rows, key=lambda row: row[0] % EVERY)[0]}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
-def _is_left_out(item: pytest.Item) -> bool:
+def _fault_of(item: pytest.Item) -> Fault | None:
     given = getattr(item, "callspec", None)
-    faults = [v for v in given.params.values() if isinstance(v, Fault)] if given else []
-    return bool(faults) and zlib.crc32(faults[0].name.encode()) % EVERY > 0
+    return next((v for v in given.params.values() if isinstance(v, Fault)), None) if given else None
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lanes
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -52,9 +53,23 @@ def test_every_lane_runs_and_the_summary_says_how(nightly: Any, monkeypatch: pyt
 
 
 def test_its_commands_exist(nightly: Any) -> None:
-    lanes = {one.name: one for one in nightly.lanes(1.0)}
-    assert {"contract", "seeds", "soak", "models", "sizes"} <= lanes.keys()
-    for one in lanes.values():
+    known = {one.name: one for one in nightly.lanes(1.0)}
+    assert {"contract", "seeds", "soak", "models", "rest", "sizes"} <= known.keys()
+    for one in known.values():
         for word in one.command:
             if word.startswith("tests/"):
                 assert (ROOT / word).is_dir(), word
+
+
+def test_what_make_test_leaves_out_has_a_lane(nightly: Any) -> None:
+    """Each test that is named in lanes.py is there, and a lane that asks for it runs its folder."""
+    asked = {word for one in nightly.lanes(1.0) if one.environ.get("LZ_TEST_FULL") == "1"
+             for word in one.command if word.startswith("tests/")}
+    for folder, tests in lanes.LONG.items():
+        assert f"tests/{folder}" in asked, folder
+        for test in tests:
+            file, _, inside = test.partition("::")
+            name = inside.rpartition("::")[2].partition("[")[0]
+            text = (ROOT / "tests" / folder / file).read_text("utf-8")
+            assert f"def {name}(" in text, test
+    assert {f"tests/{folder}" for folder in ("faults", "interpreter", "contract")} <= asked

@@ -26,9 +26,14 @@ run: setup $(VENV)/.native
 	@$(BIN)/lz tune --model smollm2-135m --dtype auto --prompt 128 --context 1024 --seconds 20 --no-compile
 	@$(BIN)/lz report --out layerzero-report.html
 
-test: setup $(VENV)/.native lint
+# The compiler and mypy work at the same time. What Python compiles is kept: the many processes that
+# tests start would compile the library again, each of them.
+test: setup
+	@log=$(VENV)/native.log; $(MAKE) --no-print-directory $(VENV)/.native >$$log 2>&1 & native=$$!; \
+	$(MAKE) --no-print-directory lint; linted=$$?; \
+	wait $$native; built=$$?; cat $(VENV)/native.log; [ $$linted -eq 0 ] && [ $$built -eq 0 ]
 	@echo "==> pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What needs several nodes: a Ray cluster on this machine, PostgreSQL (initdb and postgres in the path
 # or where Debian puts them), Ray Serve; some minutes. VLLM_SOURCE=<a checkout of vLLM> adds its plugin.

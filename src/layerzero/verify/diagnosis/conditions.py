@@ -12,13 +12,16 @@ from typing import Any
 from ...dispatch.facts import read
 from ...machine.faults import FAULTS
 from ...spec.op import Op
+from ..certification.circumstances.argument_circumstances import NARROW
 from ..certification.circumstances.call_circumstances import circumstances
+from ..certification.circumstances.dtype_circumstances import OtherDtype
 from ..certification.circumstances.value_circumstances import value_circumstances
 from ..kernel.contract import CaseResult, Circumstance, case_values
 
 
 def find_circumstance(op: Op, name: str) -> Circumstance | None:
-    every = itertools.chain(circumstances(op, "full"), value_circumstances(op))
+    every = itertools.chain(circumstances(op, "full"), value_circumstances(op), (
+        OtherDtype(tensor, narrow) for tensor in op.tensors for narrow in NARROW))
     return next((c for c in every if c.name == name), None)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
-from ...spec.op import Op
 from ..kernel.contract import CaseResult
 from .altered_references import (
     CLASS_OF_ARGUMENT,
@@ -37,6 +36,7 @@ from .reruns.calls_again import (
     is_right_with_small_gaps,
     is_strided,
     is_wrong_when_recording,
+    others_that_mend,
 )
 from .reruns.head_maps import explain_by_heads
 from .reruns.kept_reruns import explain_by_earlier_contents, keeps_all_results
@@ -46,6 +46,7 @@ from .reruns.rounding_reruns import (
     errors_are_others,
     explain_by_rounded_argument,
     explain_by_rounded_result,
+    is_a_rounding_in_half,
     is_rounded,
     is_rounding,
     is_slight,
@@ -173,6 +174,10 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
         return _state(e)
     if not e.of_large_sizes or any(r.circumstance for r in e.forward) or e.arguments:
         return None
+    if any({"not finite", "non-determinism"} & set(r.kinds) for r in e.forward):
+        by_memory = explain_by_memory(e.kernel, e.forward, e.device)
+        if by_memory and by_memory[0] == "uninitialised output":
+            return by_memory
     if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
             and e.ask(is_rounding)):
         # roundings do not come and go with a remainder
@@ -220,7 +225,7 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     if all("given a larger " in name for name in names):       # a bound is no length
         return "convention" if e.ask(recur) else "unknown", says
     if all("given " in name for name in names) and not are_of_torch(names):
-        return _kind_of_given(e.op, names), says
+        return _kind_of_given(e, names), says
     kind = kind_of(names)
     if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
         return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
@@ -228,6 +233,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
         kind = "unknown"
     if (kind == "dtype" or are_of_torch(names)) and not e.ask(recur):
         kind = "unknown"
+    if kind == "dtype" and not are_of_torch(names) and e.ask(is_a_rounding_in_half):
+        kind = "precision"                     # the result has its dtype, and too few digits
     return kind, says
 
 
@@ -443,11 +450,13 @@ EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
 CONFIRMED = (_by_rounded_numbers,)
 
 
-def _kind_of_given(op: Op, names: Iterable[str]) -> str:
-    """Returns what the arguments speak of that were given in these circumstances."""
-    if op.family == "sampling":
+def _kind_of_given(e: Evidence, names: Iterable[str]) -> str:
+    """Returns what the arguments speak of that were given in these circumstances, if no other
+    argument that is left out mends a call too."""
+    if e.op.family == "sampling":
         return "distribution"
     kinds = {class_of(name, "unknown") for name in names}
+    kinds |= {class_of(name, "unknown") for name in others_that_mend(e.kernel, e.forward, e.device)}
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 

@@ -104,6 +104,22 @@ def confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: st
     return sorted(common or ())
 
 
+def others_that_mend(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> set[str]:
+    """Returns the optional arguments, beside the one that its circumstance gives, without which a
+    sampled failing call is right."""
+    op, mending = kernel.op, set[str]()
+    for r in sample_failures(failed, 2):
+        values = values_of(kernel, r, device)
+        if values is None:
+            continue
+        mending |= {p.name for p in op.params if not p.required and p.name != op.variant
+                    and f"given {p.name} " not in f"{r.circumstance} "
+                    and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)
+                    and not _adds_results(op, values, p.name)
+                    and is_right(kernel, {**values, p.name: p.default}, r.dtype)}
+    return mending
+
+
 def gives_the_same_for_all(kernel: Kernel, failed: Sequence[CaseResult], name: str,
                            device: str) -> bool:
     """Have sampled failing calls the same result whatever positive number this argument is?"""

@@ -22,7 +22,8 @@ from ...kernel.contract import (
     results_of,
     upcast,
 )
-from .calls_again import is_right, sample_failures
+from ...kernel.error_budget import UNITS
+from .calls_again import is_right, sample_failures, values_of
 
 FEW = 6                                        # numbers of a result that may be round by chance
 FEW_NUMBERS, MANY = 8, 23                      # of a result, and drawings that make up for them
@@ -111,6 +112,30 @@ def is_small_beside_rows(kernel: Kernel, failed: Sequence[CaseResult], device: s
         rows = want.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
         if not bool((gaps.norm(dim=-1) <= 0.05 * rows).all()):
             return False
+    return bool(sample)
+
+
+def is_a_rounding_in_half(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is every number of sampled failing calls, in their circumstance, within some roundings to 16
+    bits of the largest of its row?"""
+    sample = sample_failures(failed, 3)
+    for r in sample:
+        values = values_of(kernel, r, device)
+        if values is None:
+            return False
+        try:
+            with torch.no_grad():
+                pairs = list(zip(results_of(call(kernel, values)),
+                                 formula(kernel.op, upcast(values))))
+        except FAULTS:
+            return False
+        for got, want in pairs:
+            if not isinstance(got, Tensor) or got.shape != want.shape or not want.dim():
+                return False
+            if want.is_floating_point() and want.numel():
+                most = want.abs().nan_to_num(posinf=0.0).amax(-1, keepdim=True)
+                if not bool(((got.double() - want).abs() <= 8 * UNITS["bfloat16"] * most).all()):
+                    return False
     return bool(sample)
 
 

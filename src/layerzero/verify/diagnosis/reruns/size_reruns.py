@@ -299,7 +299,7 @@ def _with_other_numbers(op: Op, values: Mapping[str, Any],
     signed = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1
               and bool((t < 0).any()) and bool(t.isfinite().all())}
     others = [{n: sign * t.abs() for n, t in signed.items()} for sign in (1, -1) if signed]
-    if any(t.dtype in BYTES for t in tensors.values()):
+    if any(isinstance(t, Tensor) and t.dtype in BYTES for t in values.values()):
         others.append({n: torch.div(t, 4, rounding_mode="floor") for n, t in values.items()
                        if isinstance(t, Tensor) and t.dtype in BYTES})
     others += [{n: t[:1].expand_as(t).contiguous()} for n, t in tensors.items()

@@ -29,7 +29,7 @@ run: setup $(VENV)/.native
 # The compiler and mypy work at the same time. What Python compiles is kept: the many processes that
 # tests start would compile the library again, each of them.
 test: setup
-	@log=$(VENV)/native.log; $(MAKE) --no-print-directory $(VENV)/.native >$$log 2>&1 & native=$$!; \
+	@$(MAKE) -s --no-print-directory $(VENV)/.native >$(VENV)/native.log 2>&1 & native=$$!; \
 	$(MAKE) --no-print-directory lint; linted=$$?; \
 	wait $$native; built=$$?; cat $(VENV)/native.log; [ $$linted -eq 0 ] && [ $$built -eq 0 ]
 	@echo "==> pytest"

@@ -73,10 +73,11 @@ class _Bits:
         self.places: dict[Any, int] = {}
 
     def of(self, elements: Iterator[Any]) -> int:
-        bits = 0
-        for element in elements:
-            bits |= 1 << self.places.setdefault(element, len(self.places))
-        return bits
+        places = [self.places.setdefault(element, len(self.places)) for element in elements]
+        bits = bytearray(len(self.places) // 8 + 1)
+        for place in places:
+            bits[place >> 3] |= 1 << (place & 7)
+        return int.from_bytes(bits, "little")
 
 
 @lru_cache(maxsize=64)
@@ -217,20 +218,27 @@ def cells_without_tensors(kernel: Kernel, device: str, lane: str,
                           seed: int) -> tuple[tuple[Case, str], ...]:
     """Returns calls with every pair of values that the contract allows, as far as a random pool
     has it."""
-    op = kernel.op
+    dtype, accepted = kernel.op.dtypes[0], []
+    for row in _rows_without_tensors(kernel.op, lane, seed):
+        try:
+            accepted += [] if case_refusals(kernel, row[0], dtype, device, seed) else [row]
+        except FAULTS:                         # not every combination makes a call
+            continue
+    return tuple((case, dtype) for case in _cover(accepted, TEXTS[lane]))
+
+
+@lru_cache(maxsize=8)
+def _rows_without_tensors(op: Op, lane: str, seed: int) -> Sequence[tuple[Case, int, int]]:
+    """Returns the random pool, and which pairs and triples of values each call has: the same for
+    all kernels of the op."""
     rng = random.Random(f"cells {op.name} {seed}")
     # of very many texts some, so that other arguments meet each other
     levels = {n: [values[0], *rng.sample(values[1:], min(len(values) - 1, LEVELS))]
               for n, values in _levels(op).items()}
-    dtype, pairs, triples, rows = op.dtypes[0], _Bits(), _Bits(), []
+    pairs, triples, rows = _Bits(), _Bits(), []
     for _ in range(8 * TEXTS[lane]):
         chosen = {n: rng.choice(values[1:]) for n, values in levels.items() if rng.random() < 0.4}
-        try:
-            if case_refusals(kernel, chosen, dtype, device, seed):
-                continue
-        except FAULTS:                         # not every combination makes a call
-            continue
         named = sorted((n, repr(chosen.get(n))) for n in levels)
         rows.append((chosen, pairs.of(iter(combinations(named, 2))),
                      triples.of(iter(combinations(named, 3)))))
-    return tuple((case, dtype) for case in _cover(rows, TEXTS[lane]))
+    return rows

@@ -232,17 +232,6 @@ def _confirmed_leak(work: Callable[[], Any], device: str, calls: int,
     return leak
 
 
-def _confirmed_leak(work: Callable[[], Any], device: str, calls: int,
-                    inputs: Sequence[Tensor]) -> str:
-    """Returns what each call leaves behind, if every longer look finds it too."""
-    leak = ""
-    for count in (calls, *CONFIRMING):
-        leak = _count_memory(work, device, count, inputs, collect=True)
-        if not leak:
-            break
-    return leak
-
-
 def _find_kept_results(forward: Callable[[], list[Tensor]]) -> str:
     """Returns that results live on where nobody has them, and their graph with them."""
     results = forward()

@@ -376,7 +376,9 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     values = prepared
     if not op.tensors:
         # as they are: a text is no list of one
-        answer = op.reference(**with_own_generators(values))
+        known = not complaints and circumstance is AS_DECLARED
+        answer = compute_once(op, ("answer", *case_contents(case, dtype, device, seed)) if known
+                              else None, lambda: op.reference(**with_own_generators(values)))
         complaints += compare_values(results, (answer,), values)
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = results[:2]

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import os
+import random
 import tempfile
 import time
 import weakref
@@ -58,6 +59,7 @@ MOST_NUMBERS = 64                              # that are counted in all rounds
 CONFIRMING = 16, 256
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 LONG_S = 0.05                                  # a call that tells how long a row takes
+_Call = tuple[Mapping[str, Any], str, Circumstance]
 LEFT_OUT = "left out after"                    # in the detail of what took too long
 
 
@@ -350,39 +352,51 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
 
 def check_modes(kernel: Kernel, cases: Sequence[Mapping[str, Any]],
                 others: Sequence[Mapping[str, Any]], dtype: str,
-                modes: Sequence[Circumstance], device: str = "cpu", seed: int = 0) -> CaseResult:
+                modes: Sequence[Circumstance], device: str = "cpu", seed: int = 0,
+                limit_s: float = math.inf) -> CaseResult:
     """Calls the kernel once for each case in each of these modes of torch, and for each of the
-    others in one of them: a way of its own for one may be wrong beside one argument only. What
-    looks wrong is judged as any other call is."""
-    ran = 0
-    in_turn = ((case, modes[(i + seed) % len(modes)]) for i, case in enumerate(others))
-    for case, mode in chain(product(cases, modes), in_turn):
-        right, _ = _looks_right(kernel, case, dtype, device, seed, mode)
-        ran += right is not None
-        if right is False:
-            judged = check_case(kernel, case, dtype, device, seed, mode)
-            if judged.status == "failed":
-                return judged
-    return result_of(kernel, {}, dtype, f"{len(cases) + len(others)} cases in other modes", seed,
-                     "passed" if ran else "skipped", detail=f"{ran} calls")
+    others in one of them, as long as these take less than `limit_s` of CPU time: a way of its own
+    for one may be wrong beside one argument only. What looks wrong is judged as any other call is.
+    """
+    mixed = random.Random(seed).sample(others, len(others)) if limit_s < math.inf else others
+    in_turn = [(case, modes[(i + seed) % len(modes)]) for i, case in enumerate(mixed)]
+    calls = [(case, dtype, mode) for case, mode in product(cases, modes)]
+    return _first_wrong(kernel, calls, [(case, dtype, mode) for case, mode in in_turn],
+                        "in other modes", dtype, device, seed, limit_s)
 
 
 def check_in_reverse(kernel: Kernel, cases: Sequence[Mapping[str, Any]], device: str = "cpu",
-                     seed: int = 0) -> CaseResult:
-    """Loads the kernel anew and calls it for each case from the last to the first, the last dtype
-    first: what the first call of all decided may have been right for those before."""
+                     seed: int = 0, limit_s: float = math.inf) -> CaseResult:
+    """Loads the kernel anew and calls it for each case from the last to the first at the last
+    dtype, and then at those before it, as long as these take less than `limit_s` of CPU time: what
+    the first call of all decided may have been right for those before."""
     bind_once.cache_clear()
     load_once.cache_clear()
-    ran = 0
-    for dtype, case in product(reversed(kernel.op.dtypes), reversed(cases)):
-        right, _ = _looks_right(kernel, case, dtype, device, seed)
+    last, *before = ([(case, dtype, AS_DECLARED) for case in reversed(cases)]
+                     for dtype in reversed(kernel.op.dtypes))
+    rest = [call for calls in before for call in calls]
+    if limit_s < math.inf:                     # each dtype has as many
+        rest = [call for calls in zip(*before) for call in calls][seed % 2::2]
+    return _first_wrong(kernel, last, rest, "in reverse", kernel.op.dtypes[0], device, seed,
+                        limit_s)
+
+
+def _first_wrong(kernel: Kernel, calls: Sequence[_Call], others: Sequence[_Call], name: str,
+                 dtype: str, device: str, seed: int, limit_s: float) -> CaseResult:
+    """Makes all of the calls, and others until those have taken `limit_s`."""
+    ran, spent = 0, 0.0
+    for i, (case, at, mode) in enumerate(chain(calls, others)):
+        if spent > limit_s:
+            break
+        right, seconds = _looks_right(kernel, case, at, device, seed, mode)
         ran += right is not None
+        spent += seconds if i >= len(calls) else 0.0
         if right is False:
-            judged = check_case(kernel, case, dtype, device, seed)
+            judged = check_case(kernel, case, at, device, seed, mode)
             if judged.status == "failed":
                 return judged
-    return result_of(kernel, {}, kernel.op.dtypes[0], f"{ran} calls in reverse", seed,
-                     "passed" if ran else "skipped")
+    return result_of(kernel, {}, dtype, f"{len(calls) + len(others)} cases {name}", seed,
+                     "passed" if ran else "skipped", detail=f"{ran} calls")
 
 
 def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:

@@ -105,7 +105,8 @@ JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
 COMPILES_S = 1.0
 MODES = InferenceMode(), GradMode()
 # of CPU time in a kernel for all sizes of a seed
-SIZES_S = {"quick": 0.9, "full": 20.0}
+SIZES_S = {"quick": 0.5, "full": 20.0}
+MODES_S = 0.1                                  # and for what is called in other modes, in reverse
 A_MODEL = "a model"
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
 HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
@@ -369,8 +370,9 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
             others = [case for case in (*op.stress, *(
                 case for case, _ in pair_cases(kernel, device, lane, seed).cells))
                 if relative_size(op, case) <= SMALL]
-            yield partial(check_modes, kernel, own, others, plain[1], MODES, device, seed)
-            yield partial(check_in_reverse, kernel, own, device, seed)
+            limit_s = MODES_S if lane == "quick" else math.inf
+            yield partial(check_modes, kernel, own, others, plain[1], MODES, device, seed, limit_s)
+            yield partial(check_in_reverse, kernel, own, device, seed, limit_s)
         budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             all_others=lane != "quick" or name != A_MODEL, budget=budget)

@@ -138,8 +138,9 @@ def inputs(
         # a small vocabulary may have no other token left
         q = torch.where(q.sum(-1, keepdim=True) > 0, q, all_tokens)
         tokens[:, i] = torch.multinomial(q, 1, generator=gen)[:, 0]
-    if special == "padded":
+    if special == "padded":                    # a draft with a larger vocabulary, too
         tokens[::2, -2:] = -1
+        tokens[1:2, :1] = vocab
     elif special == "masked":
         target[::2] = 0.0
     elif special == "equal":                   # p / q and all sums are exact

@@ -383,14 +383,17 @@ def check_in_reverse(kernel: Kernel, cases: Sequence[Mapping[str, Any]], device:
 
 def _first_wrong(kernel: Kernel, calls: Sequence[_Call], others: Sequence[_Call], name: str,
                  dtype: str, device: str, seed: int, limit_s: float) -> CaseResult:
-    """Makes all of the calls, and others until those have taken `limit_s`."""
-    ran, spent = 0, 0.0
+    """Makes all of the calls, and others until those have taken `limit_s`, but for such as would
+    take longer even at the pace of the fastest row so far."""
+    ran, spent, for_a_row = 0, 0.0, math.inf
     for i, (case, at, mode) in enumerate(chain(calls, others)):
-        if spent > limit_s:
-            break
+        rows = _rows(kernel.op, case, at) if limit_s < math.inf else 1
+        if i >= len(calls) and (spent > limit_s or for_a_row * rows > limit_s):
+            continue
         right, seconds = _looks_right(kernel, case, at, device, seed, mode)
         ran += right is not None
         spent += seconds if i >= len(calls) else 0.0
+        for_a_row = min(for_a_row, seconds / rows) if right is not None else for_a_row
         if right is False:
             judged = check_case(kernel, case, at, device, seed, mode)
             if judged.status == "failed":

@@ -72,6 +72,7 @@ from .circumstances.argument_circumstances import (
     WithoutOthers,
     argument_circumstances,
     checks_without_others,
+    with_most_arguments,
 )
 from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
@@ -108,6 +109,7 @@ MODES = InferenceMode(), GradMode()
 SIZES_S = {"quick": 0.5, "full": 20.0}
 MODES_S = 0.1                                  # and for what is called in other modes, in reverse
 A_MODEL = "a model"
+PATHS = 4                                      # calls that together give most of the arguments
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
 HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 
@@ -169,17 +171,18 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
         if _is_formula(kernel, lane):
             cells = [cell for cell in cells if case_key(cell[0]) in own] or cells
         # the longest after those that tell whether the kernel can do with them
-        later = sorted((cell for cell in cells if cell not in first),
+        in_turn = cells[::-1] if lane == "quick" and seed % 2 else cells     # of dtypes
+        later = sorted((cell for cell in in_turn if cell not in first),
                        key=lambda cell: (case_key(cell[0]) in own, cell[0] in op.stress))
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             other = largest(op, [c for c, d in cells if d == dtype], dtype, device, seed)
             yield partial(check_threads, kernel, case, dtype, device, seed, other)
             if not _is_formula(kernel, lane):
-                with_most = most_tensors_first(op, iter(first), device, seed)
+                # a path of its own that an argument takes comes before other sizes
+                together = with_most_arguments(op, first, device, seed, PATHS)
                 yield partial(check_interrupted, kernel, [
-                    first[0], *(cell for _, cell in with_most[:1]), *first[1 + seed % 2::2]],
-                    device, seed, other)
+                    first[0], *together, *first[1 + seed % 2::2]], device, seed, other)
             if lane != "quick":
                 yield from interrupted_checks(kernel, first, device, seed)
             yield from _invariance_checks(kernel, cells, device, lane, seed)

@@ -51,7 +51,7 @@ def _plain_inputs(op: Op, values: Mapping[str, Any], seed: int) -> Iterator[Alte
     """Yields calls with one number that is not finite, and where it is."""
     names, main = _floats(op, values, one_byte=False), op.same_dtype or (op.main_tensor,)
     chosen = [*((name, value) for name in names for value in (
-        (math.nan, math.inf) if name in main else (math.nan,))), *(
+        (math.nan, math.inf) if name in main or name in op.differentiable else (math.nan,))), *(
             (name, -math.inf) for name in names if name == op.main_tensor)]
     for name, value in chosen:
         t = values[name].clone()

@@ -33,6 +33,7 @@ from .reruns.calls_again import (
     gives_the_same_for_all,
     is_right_when_contiguous,
     is_right_when_loaded_anew,
+    is_right_when_recording,
     is_right_with_small_gaps,
     is_strided,
     is_wrong_when_recording,
@@ -204,6 +205,12 @@ def _state(e: Evidence) -> Explanation:
     return "state", f"right where it is loaded anew, wrong after other calls: {e.detail}"
 
 
+def _by_mode(e: Evidence) -> Explanation | None:
+    """By a path of its own where nothing is recorded, whatever mistake that path makes."""
+    return (("mode", f"right where gradients are recorded, wrong where none are: {e.detail}")
+            if e.kernel.differentiable and e.ask(is_right_when_recording) else None)
+
+
 def _by_mistake(e: Evidence) -> Explanation | None:
     return explain_by_mistake(e.kernel, e.forward, e.device)
 
@@ -355,6 +362,8 @@ def _by_arguments(e: Evidence) -> Explanation | None:
         kinds = {"alignment"}
     # of arguments that go together each one mends it, whichever is wrong
     kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    if kind == "convention" and len(e.arguments) > 1:
+        kind = "unknown"                       # of one of them, or of how they go together
     if kind == "unknown" and e.op.family == "sampling" and e.ask(draws_others):
         return "distribution", f"other tokens than the contract's: {e.detail}"
     small = explain_by_shortness(e.kernel, e.forward, e.device) if kind == "unknown" else None
@@ -440,9 +449,9 @@ def _by_draws(e: Evidence) -> Explanation | None:
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
-    _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake, _by_memory, _by_pages,
-    _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint, _by_nondeterminism,
-    _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
+    _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mode, _by_mistake,
+    _by_memory, _by_pages, _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint,
+    _by_nondeterminism, _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
     _by_rounded_numbers, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,
     _by_remainders, _by_rounding, _by_sizes, _by_draws, _by_factor, _by_shortness, _by_neighbours)
 

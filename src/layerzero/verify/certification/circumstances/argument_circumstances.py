@@ -364,17 +364,17 @@ def checks_without_others(kernel: Kernel, cells: Sequence[Cell], device: str,
     yield from checks(_numbers_beside_tensors(op, device, seed))
     yield from checks(_memory_orders(kernel, own, device, seed))
     cells = pair_cases(kernel, device, "quick", seed).cells
-    yield from checks((cell, ZeroRows()) for cell in _with_most_arguments(
+    yield from checks((cell, ZeroRows()) for cell in with_most_arguments(
         op, [c for c in cells if c[1] == op.dtypes[0]], device, seed, MOST_ARGUMENTS))
     for name in free_tensors(op):
         with_it = [c for c in cells if _may_change(op, c, name, device, seed)]
-        few = _with_most_arguments(op, with_it, device, seed, MOST_ARGUMENTS)
+        few = with_most_arguments(op, with_it, device, seed, MOST_ARGUMENTS)
         yield from checks((cell, OtherDtype(name, NARROW[(i + seed) % 3]))
                           for i, cell in enumerate(few[:2]))
     yield from checks(((case, op.dtypes[0]), LoudEnds()) for case in single_sizes(op, seed))
 
 
-def _with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
+def with_most_arguments(op: Op, cells: Sequence[Cell], device: str, seed: int,
                          most: int) -> list[Cell]:
     """Returns a few of the calls that together give most of the arguments."""
     given = {i: given_arguments(op, case_outline(op, *cell, device, seed))

@@ -46,15 +46,20 @@ NEW_SIZE, NEW_SIZES = 291, 2                    # more than a case has; how many
 
 
 class RowsInOrder(Circumstance):
-    """Indices that name the rows of a table one after another: a kernel may return a part of the
-    table itself."""
+    """Indices that name the rows of a table one after another, or all of its rows: a kernel may
+    return a part of the table, or the table itself."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.name = f"given {table.indices} 0, 1, 2 and so on"
+    def __init__(self, table: Table, whole: bool = False) -> None:
+        self.table, self.whole = table, whole
+        self.name = f"given {table.indices} 0, 1, 2 and so on" + (" to the last row" * whole)
 
     def alter(self, op: Op, values: Values) -> Values | None:
         t, rows = values[self.table.indices], len(values[self.table.tensors[0]])
+        if self.whole:
+            if not 0 < t.numel() <= rows or bool((t < 0).any()):
+                return None
+            values = {**values, **{n: values[n][:t.numel()] for n in self.table.tensors}}
+            rows = t.numel()
         order = torch.arange(t.numel(), device=t.device, dtype=t.dtype).view(t.shape) % max(rows, 1)
         # what lies behind the length of a page may be anything
         return if_finite(op, {**values, self.table.indices: torch.where(t < 0, t, order)})
@@ -77,8 +82,9 @@ def rows_in_order_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
         if ((indices.dim() not in plainest or order < plainest[indices.dim()][0])
                 and _reads_named_rows(op, case_values(op, case, dtype, device, seed), table)):
             plainest[indices.dim()] = order, case, table
-    yield from (partial(check_case, kernel, case, op.dtypes[0], device, seed, RowsInOrder(table))
-                for _, case, table in plainest.values())
+    yield from (partial(check_case, kernel, case, op.dtypes[0], device, seed,
+                        RowsInOrder(table, whole))
+                for _, case, table in plainest.values() for whole in (False, True))
 
 
 def _reads_named_rows(op: Op, values: Values, table: Table) -> bool:

@@ -218,6 +218,27 @@ def is_right_when_loaded_anew(kernel: Kernel, failed: Sequence[CaseResult], devi
     return all(is_right_at_first(*call) for call in calls)
 
 
+def is_right_when_recording(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled calls that fail without any circumstance right with the same numbers where
+    gradients are recorded, and wrong again where none are?"""
+    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    if len(sample) < len(failed) and any(r.circumstance for r in failed):
+        return False
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        try:
+            with torch.no_grad():
+                want = formula(kernel.op, upcast(values))
+            with torch.enable_grad():
+                got = [t.detach() if isinstance(t, Tensor) else t for t in
+                       results_of(call(kernel, requiring_grad(kernel.op, values)))]
+        except FAULTS:
+            return False
+        if not are_close(kernel.op, r.dtype, got, want) or is_right(kernel, values, r.dtype):
+            return False
+    return bool(sample)
+
+
 def is_wrong_when_recording(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Are sampled calls wrong where gradients are recorded, and right with the same numbers where
     none are?"""

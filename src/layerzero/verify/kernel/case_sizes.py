@@ -37,9 +37,9 @@ def _volume(n: Any, default: Any) -> float:
 def relative_size(op: Op, case: Mapping[str, Any]) -> float:
     """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
     created."""
-    size = 1.0
-    for name, (default, volume) in _volumes(op).items():
-        n = case.get(name)
-        if type(n) is int or isinstance(n, tuple):
-            size *= _volume(n, default) / volume
+    size, volumes = 1.0, _volumes(op)
+    for name, n in case.items():               # often, and fewer than the op has
+        if name in volumes and (type(n) is int or isinstance(n, tuple)):
+            default, volume = volumes[name]
+            size *= (max(n, 1) if type(n) is int else _volume(n, default)) / volume
     return size

@@ -128,6 +128,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (66,), "context": (70,), "causal": False},
     {"lengths_q": (140, 0), "context": (130, 4), "lse": True},
     {"ckv": 40, "kpe": 8, "lengths_q": (2, 1, 3), "table": "int64"},
+    {"ckv": 512, "kpe": 64, "heads": 16, "context": (33, 7), "lengths_q": (2, 1)},
 )
 
 

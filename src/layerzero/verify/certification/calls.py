@@ -57,6 +57,7 @@ SLOW_CALL_S, FEWEST_CALLS, SLOW_BACKWARD_S, SLOW_BACKWARDS = 2e-4, 300, 5e-4, 4
 MOST_NUMBERS = 64                              # that are counted in all rounds
 # A leak is looked for again with so many calls: a compiler leaves 100 objects once.
 CONFIRMING = 16, 256
+VERY_SLOW_CALL_S = 1e-3                        # that one is called a third as often
 FRESH_INPUTS, FRESH_INPUTS_S = 80, 0.4         # calls with inputs of their own; CPU time for them
 LONG_S = 0.05                                  # a call that tells how long a row takes
 _Call = tuple[Mapping[str, Any], str, Circumstance]
@@ -95,8 +96,11 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
             copies = [t.clone() for t in first]
             began = time.thread_time()
             kept = [results_of(run()) for _ in range(HELD_RESULTS)]
-            if time.thread_time() - began > HELD_RESULTS * SLOW_CALL_S:
+            spent = time.thread_time() - began
+            if spent > HELD_RESULTS * SLOW_CALL_S:
                 calls = max(calls // 4, min(calls, FEWEST_CALLS))
+            if spent > HELD_RESULTS * VERY_SLOW_CALL_S:
+                calls = max(calls // 3, min(calls, FEWEST_CALLS // 3))
             shared = {storage_address(t) for r in kept for t in r if t.numel()}
             if len(shared) < len(kept) * len({storage_address(t) for t in first if t.numel()}):
                 return result("failed", "aliasing",

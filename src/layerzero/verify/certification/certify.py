@@ -12,10 +12,12 @@ verdict says so. A kernel passes if no case fails; what its own rules refuse is 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import time
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -64,6 +66,9 @@ JIT_QUICK_S, JIT_ALL_S = 20.0, 30.0
 # asked first with the next seed; beyond the second nor are others of as many heads or rows, where
 # it is these that take long.
 REPEATED_CASE_S, SLOW_CASE_S = 0.04, 0.25
+# Of a kernel that has taken so long for cases beyond the op's own, one in THINNED of the others is
+# asked: which ones, the seed says.
+OTHERS_S, THINNED = 1.5, 3
 WATCHED = (check_case, check_contents, check_gradients)    # they look at the process themselves
 OUTRIGHT_FAILURES = 100                        # that may hide others from a diagnosis
 
@@ -137,7 +142,7 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     `stop_early`: after a failure only a few more cases run, enough for the diagnosis.
     """
     started, results, failed, ran_since = time.perf_counter(), [], 0, 0  # type: float, list[CaseResult], int, int
-    cut_short, slow = "", SlowCases(kernel.op)
+    cut_short, slow = "", SlowCases(kernel.op, *(seeds or ())[:1])
     with warnings.catch_warnings(), _allow_recompiles(kernel, device):
         warnings.simplefilter("ignore")
         # so that a kernel which ignores all changes what is shown
@@ -149,8 +154,8 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
                 continue
             check_start = time.perf_counter()
             result = _guarded_check(kernel, check)
-            if case is not None and result.passed and result.seconds > REPEATED_CASE_S:
-                slow.add(case, result.seconds)
+            if case is not None and result.passed:
+                slow.count(case, result.seconds)
             results.append(result)
             failed += result.status == "failed"
             ran_since += failed > 0 and result.status != "skipped"
@@ -172,7 +177,8 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
                                 results)
     if slow.left_out:
         cut_short = (f"{slow.left_out} long cases: at another dtype, where they take "
-                     f"{REPEATED_CASE_S:g} s, or as long as one that took {SLOW_CASE_S:g} s")
+                     f"{REPEATED_CASE_S:g} s, as long as one that took {SLOW_CASE_S:g} s, or "
+                     f"after {OTHERS_S:g} s")
     if cut_short:
         coverage = replace(coverage, missing=(cut_short, *coverage.missing))
     verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis,
@@ -194,9 +200,16 @@ def _next_check(kernel: Kernel,
 class SlowCases:
     """The plain cases that took a kernel long, and how many were left out for them."""
 
-    def __init__(self, op: Op) -> None:
-        self.op, self.left_out, self.rows = op, 0, math.inf
+    def __init__(self, op: Op, seed: int = 0) -> None:
+        self.op, self.seed, self.left_out = op, seed, 0
+        self.rows, self.spent = math.inf, 0.0
         self.keys: set[str] = set()
+
+    def count(self, case: Mapping[str, Any], seconds: float) -> None:
+        """Counts what a case took."""
+        self.spent += 0.0 if case in self.op.cases else seconds
+        if seconds > REPEATED_CASE_S:
+            self.add(case, seconds)
 
     def add(self, case: Mapping[str, Any], seconds: float = math.inf) -> None:
         self.keys.add(case_key(case))
@@ -206,10 +219,15 @@ class SlowCases:
 
     def leave_out(self, case: Mapping[str, Any]) -> bool:
         """Counts a case that is as long as a slow one. The op's own cases are never left out."""
-        is_slow = bool(self.keys) and case not in self.op.cases and (
-            case_key(case) in self.keys or 2 * self._rows(case) >= self.rows)
+        is_slow = (bool(self.keys) or self.spent > OTHERS_S) and case not in self.op.cases and (
+            self._is_thinned(case) or case_key(case) in self.keys
+            or 2 * self._rows(case) >= self.rows)
         self.left_out += is_slow
         return is_slow
+
+    def _is_thinned(self, case: Mapping[str, Any]) -> bool:
+        return self.spent > OTHERS_S and (
+            zlib.crc32(case_key(case).encode()) + self.seed) % THINNED > 0
 
     def _rows(self, case: Mapping[str, Any]) -> int:
         main = case_tensors(self.op, case, self.op.dtypes[0]).get(self.op.main_tensor)
@@ -286,11 +304,14 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
     kernels, late = without_late(kernels, device, lane)
     yield from (not_run(kernel, lane, Reason(Code.JIT_NOT_WARMED)) for kernel in late)
     ops = list(dict.fromkeys(kernel.op.name for kernel in kernels))
+    threshold, *others = gc.get_threshold()
+    gc.set_threshold(10 * threshold, *others)  # all that is kept is looked at each time
     try:
         # op by op: what the formula gives is computed once for all kernels of an op
         yield from _certified_in_turn(
             sorted(kernels, key=lambda kernel: ops.index(kernel.op.name)), device, lane, seeds)
     finally:
+        gc.set_threshold(threshold, *others)
         shared.forget()
 
 

@@ -93,6 +93,8 @@ def _sdpa_bias() -> Callable[..., Any]:
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
                              window_right, alibi_slopes, query.dtype)
+        if mask.is_cuda and mask.stride(-1) != 1:      # torch's memory-efficient kernel refuses it
+            mask = mask.contiguous()
         return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
 
     return run
@@ -373,7 +375,8 @@ KERNELS = (
         HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU,
         *SDPA_ON_CUDA, SCALE_ON_CUDA, NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask "
-             "that hides a whole row gives the mean of all values"),
+             "that hides a whole row gives the mean of all values, and with the efficient kernel "
+             "a row that an additive mask hides by its lowest number throughout gives no mean"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
            prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True, backward_varies_on=("cuda",),
            workspace="2 * itemsize * elements", requires=(

@@ -29,7 +29,13 @@ from ..spec.rules import (
     when,
 )
 from .formulas.common import FLOATS
-from .formulas.ggml import GGML_FORMATS, GgmlName, dequantize_blocks, random_blocks
+from .formulas.ggml import (
+    GGML_FORMATS,
+    SUBNORMAL,
+    GgmlName,
+    dequantize_blocks,
+    random_blocks,
+)
 from .formulas.mistakes import QUANTIZED, swap_nibbles
 from .formulas.quant import (
     FORMATS,
@@ -90,17 +96,17 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
     symmetric: bool = True, stride: str = "", scale_dtype: str = "", large: bool = False,
-    out_dtype: str = "", sized: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    out_dtype: str = "", sized: bool = False, small: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to, unless `out_dtype`
     says another. `large`: their scales are beyond float16, where the result is not. `sized`: the
-    length is given though it is even."""
+    length is given though it is even. `small`: scales of ggml's blocks are subnormal."""
     gen = torch.Generator("cpu").manual_seed(seed)
     out = out_dtype or ("float32" if dtype == torch.float64 else str(dtype).removeprefix("torch."))
     if format in GGML_FORMATS:
-        return {"q": random_blocks(gen, rows, width, format).to(device), "format": format,
-                "out_dtype": out}
+        blocks_of_it = random_blocks(gen, rows, width, format, SUBNORMAL if small else 1.0)
+        return {"q": blocks_of_it.to(device), "format": format, "out_dtype": out}
     x = torch.randn((*rows, width), generator=gen)
     if large and out != "float16":
         x = x * 2.0 ** 30
@@ -137,6 +143,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
+    *({"format": f, "rows": (2,), "width": 512, "small": True} for f in ("q4_0", "q8_0", "q4_k")),
     # a dtype that is not that of the other cases of a run
     {"out_dtype": "bfloat16"}, {"format": "int4", "symmetric": False, "out_dtype": "float16"},
     {"format": "nvfp4", "width": 37, "rows": (2, 3), "out_dtype": "float32"},

@@ -81,8 +81,8 @@ def meta(q: Tensor, k: Tensor, v: Tensor, *args: Any, output_final_state: bool =
 def inputs(
     b: int = 2, s: int = 7, h: int = 2, hv: int = 2, d: int = 16, dv: int = 16,
     scale: float | None = None, state: bool = False, final: bool = False, norm: bool = False,
-    wide_gates: bool = False, decay: float = 1.0, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    wide_gates: bool = False, decay: float = 1.0, reset: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     q, k = (torch.randn(b, s, h, d, generator=gen) for _ in "qk")
@@ -91,6 +91,8 @@ def inputs(
     g, beta = -torch.rand(b, s, hv, generator=gen) * decay, torch.rand(b, s, hv, generator=gen)
     for gate in (g, beta):                     # one head keeps its state over hundreds of tokens
         gate[..., 1:][..., -1:] *= 0.01
+    if reset:                                  # where another sequence begins
+        g[:, s // 2] = -torch.inf
     tensors = {
         "q": q.to(dtype), "k": k.to(dtype), "v": torch.randn(b, s, hv, dv, generator=gen).to(dtype),
         "g": g.to(gates), "beta": beta.to(gates),
@@ -107,6 +109,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"s": 1, "b": 3, "d": 24, "dv": 20, "final": True},
     {"s": 1, "state": True, "hv": 6, "decay": 30.0},
     {"s": 70, "b": 1, "h": 1, "hv": 1, "decay": 30.0, "final": True},
+    {"s": 90, "b": 1, "state": True, "reset": True}, {"s": 1, "state": True, "reset": True},
     {"s": 0, "state": True, "final": True}, {"s": 0, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (

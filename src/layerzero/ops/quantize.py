@@ -116,7 +116,8 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
     symmetric: bool = True, stride: str = "", special: str = "",
-    given: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    given: bool | str = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, width, stride, dtype, "cpu")
@@ -153,7 +154,9 @@ def inputs(
         names = ["scales", *([] if symmetric else ["zeros"]),
                  *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})
-        if special == "halves":                # halfway between codes of these scales too
+        if given == "global_scale":            # the scales of many blocks are beyond float8
+            values = {**values, "scales": None, "global_scale": values["global_scale"] / 4}
+        elif special == "halves":              # halfway between codes of these scales too
             # not one each: the inverse of one is one
             ones = {"scales": 0.5, "global_scale": 2.0} if format == "nvfp4" else {"scales": 1.0}
             values.update({n: torch.full(values[n].shape, one).to(values[n])
@@ -193,6 +196,7 @@ CASES: tuple[dict[str, Any], ...] = (
       if not f.startswith("int")),
     *({"format": f, "special": "dead", "given": True} for f in ("int8", "fp8_e4m3")),
     *({"format": f, "given": True} for f in ("int8", "fp8_e4m3", "mxfp4", "nvfp4")),
+    {"format": "nvfp4", "given": "global_scale"},
     *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4")
       for g in ("tensor", "block")),
     *({"special": s, "symmetric": y} for s in ("constant", "denormal", "huge")

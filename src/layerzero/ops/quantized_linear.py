@@ -46,6 +46,7 @@ from ..spec.rules import (
 from .formulas.common import FLOATS, random_rows
 from .formulas.ggml import (
     GGML_FORMATS,
+    SUBNORMAL,
     GgmlName,
     block_product,
     dequantize_blocks,
@@ -103,7 +104,7 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0,
     bias: bool = False, symmetric: bool = True, share: int = 1, scale_dtype: str = "",
     stride: str = "", activations: str = "none", zero_row: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    small: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`share`: number of rows of the weight that share a scale, 0 for all."""
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -113,8 +114,10 @@ def inputs(
     weight = torch.randn((n, k), generator=gen) / math.sqrt(k)
     bias_values = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
     if format in GGML_FORMATS:
-        return {"x": x / math.sqrt(k), "weight_q": random_blocks(gen, (n,), k, format).to(device),
-                "bias": bias_values, "format": format, "activations": activations}
+        size = SUBNORMAL if small else 1.0     # of the weight; x is as much larger
+        return {"x": x / (size * math.sqrt(k)), "bias": bias_values, "format": format,
+                "activations": activations,
+                "weight_q": random_blocks(gen, (n,), k, format, size).to(device)}
     fmt, block, share = FORMATS[format], group or k, share or n
     scales, zeros, total = make_scales(weight, fmt, "block", block, share, symmetric, None)
     factors = scales.float() if total is None else scales.float() * total
@@ -156,6 +159,8 @@ CASES: tuple[dict[str, Any], ...] = (
       for f in GGML_FORMATS),
     *({"format": f, "k": 512, "n": 16, "rows": (2,), "bias": f in BIASED}
       for f in ("q4_1", "q8_0", "q4_k", "q6_k")),
+    *({"format": f, "k": 256, "n": 16, "rows": (2,), "small": True, "activations": a}
+      for f, a in (("q4_0", "none"), ("q8_0", "q8"))),
 )
 
 

@@ -16,7 +16,8 @@ from ..files.reading import parse_json, read_lines
 from ..spec.errors import DataError
 
 # What a verdict of a kernel depends on.
-_ROOMS = ("ops", "backends", "dispatch", "verify/kernel", "verify/certification")
+_ROOMS = ("ops", "backends", "dispatch", "verify/cases", "verify/kernel",
+          "verify/certification")
 _SUFFIXES = (".py", ".cpp", ".h", ".cu")
 _SAME = ("machine", "arch", "device", "torch", "python", "lane", "sources")
 _TEXTS, _NUMBERS = (*_SAME, "kernel", "op", "at", "says"), ("seed", "cases", "worst", "cpu_seconds")

@@ -33,7 +33,7 @@ from layerzero.verify.kernel.contract import case_values, check_case
 Values = dict[str, Any]
 
 
-def test_what_comes_back_with_every_eighth_column_is_a_matter_of_sizes() -> None:
+def test_what_is_wrong_beside_every_eighth_column_is_a_matter_of_what_is_left_over() -> None:
     def body(v: Values) -> Any:
         out = LINEAR.reference(**v)
         rest = out.shape[-1] % 8
@@ -42,7 +42,7 @@ def test_what_comes_back_with_every_eighth_column_is_a_matter_of_sizes() -> None
         return out
 
     found = named(LINEAR, body, {"n": 33, "k": 17}, {"n": 29, "k": 17})
-    assert found.kind == "sizes" and "right where it is" in found.says
+    assert found.kind == "last rows" and "right where it is" in found.says
 
 
 def test_what_is_right_where_two_sizes_are_equal_has_no_period() -> None:
@@ -232,7 +232,7 @@ def test_a_small_error_that_comes_back_with_a_remainder_is_no_rounding() -> None
         return out if v["bias"] is None else out + v["bias"]
 
     found = named(LAYER_NORM, body, {"rows": (3,), "hidden": 4096}, {"rows": (3,), "hidden": 4091})
-    assert found.kind == "sizes" and "right where it is" in found.says
+    assert found.kind == "last rows" and "right where it is" in found.says
 
 
 def test_positions_rounded_to_16_bits_are_no_matter_of_sizes() -> None:

@@ -341,7 +341,7 @@ CAUSES = (
     Cause("of equal scores the last", MOE_GATE, always(higher_index_first), "ties",
           ({}, {"special": "ties"}, {"special": "equal"}, {"special": "extreme"}), sure=True),
     Cause("halves away from zero", QUANTIZE, always(half_away_from_zero), "precision",
-          ({"format": "int8"}, {"format": "int8", "special": "halves"}), sure=True),
+          ({"format": "int8"}, {"format": "int8", "special": "halves"})),
     Cause("quotients by a rounded reciprocal", QUANTIZE, always(by_reciprocal), "precision",
           ({"rows": (2,)}, {"rows": (512,)}), dtypes=("bfloat16",)),
     Cause("the scale of all rows", QUANTIZE, always(one_scale_for_all_rows),

@@ -77,8 +77,10 @@ def _decays(logs, t, CHUNK: tl.constexpr):
     each later one, and that from each token to the last.
 
     The difference of two sums of hundreds has few digits left. So the sums are kept in two parts:
-    multiples of 2**-10, which are exact up to 2**14, and a rest that stays small.
+    multiples of 2**-10, which are exact up to 2**14, and a rest that stays small. What is below
+    -110, infinity too, leaves nothing of a float32 anyway.
     """
+    logs = tl.where(logs < -110.0, -110.0, logs)       # NaN stays NaN
     coarse = tl.floor(logs * 1024) * (1 / 1024)
     large, small = tl.cumsum(coarse, 0), tl.cumsum(logs - coarse, 0)
     # the last elements, not second sums, which round otherwise: at the last token it is exactly 0

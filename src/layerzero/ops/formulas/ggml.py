@@ -465,8 +465,12 @@ def quantize_blocks(x: Tensor, format: str) -> Tensor:
     return ENCODERS[format](blocks).flatten(-2)
 
 
-def random_blocks(gen: torch.Generator, rows: tuple[int, ...], width: int, format: str) -> Tensor:
-    """Returns blocks of random bytes, every code and scale alike, whose values are about 1."""
+SUBNORMAL = 2.0 ** -13                         # values whose scales are subnormal in float16
+
+
+def random_blocks(gen: torch.Generator, rows: tuple[int, ...], width: int, format: str,
+                  size: float = 1.0) -> Tensor:
+    """Returns blocks of random bytes, every code and scale alike, whose values are about `size`."""
     fmt = GGML_FORMATS[format]
     if not fmt.halves:                         # q8_k has sums that must fit its codes
         return quantize_blocks(torch.randn((*rows, width), generator=gen), format)
@@ -478,5 +482,6 @@ def random_blocks(gen: torch.Generator, rows: tuple[int, ...], width: int, forma
             blocks[..., offset:offset + 2] = drawn.half().view(torch.uint8)
 
     set_halves(1.0, 1.0)
-    set_halves(0.5, 1.0 / float(dequantize_blocks(blocks.flatten(-2), format).std().clamp(min=1.0)))
+    spread = dequantize_blocks(blocks.flatten(-2), format).std().clamp(min=1.0)
+    set_halves(0.5, size / float(spread))
     return blocks.flatten(-2)

@@ -181,8 +181,9 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
             if not _is_formula(kernel, lane):
                 # a path of its own that an argument takes comes before other sizes
                 together = with_most_arguments(op, first, device, seed, PATHS)
-                yield partial(check_interrupted, kernel, [
-                    first[0], *together, *first[1 + seed % 2::2]], device, seed, other)
+                rest = *first[1 + seed % 2::2], *first[2 - seed % 2::2]
+                yield partial(check_interrupted, kernel, [first[0], *together, *rest],
+                              device, seed, other)
             if lane != "quick":
                 yield from interrupted_checks(kernel, first, device, seed)
             yield from _invariance_checks(kernel, cells, device, lane, seed)

@@ -47,7 +47,7 @@ Case = Mapping[str, Any]
 Runs = Sequence[tuple[Any, ...]]
 LONG_CALL_S = 0.01                             # of CPU time
 SWITCH_S = 1e-6                                # the interpreter switches threads as often
-INTERRUPTED_S, MOST_POINTS, FEWEST_POINTS = 0.012, 64, 8       # of CPU time; of one call
+INTERRUPTED_S, MOST_POINTS, FEWEST_POINTS = 0.03, 64, 8       # of CPU time; of one call
 HANDING_OVER_S = 1e-4                          # to another thread and back
 WAIT_S = 0.5                                   # for a call that may wait for a lock
 # Where nothing is of the kernel: torch, Python, and what calls the kernel here.

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -294,19 +295,29 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 def _differs_again(kernel: Kernel, values: Mapping[str, Any],
                    output_grads: Sequence[Tensor | None], first: Mapping[str, Tensor]) -> bool:
-    """Are the gradients others after another forward pass, twice? An order may be chosen there."""
-    def differs() -> bool:
+    """Are the gradients others after another forward pass, twice, and where torch is asked for the
+    same bits too? An order may be chosen there."""
+    def gradients() -> dict[str, Tensor]:
         with torch.enable_grad():
             results = results_of(call(kernel, values))
-        return not _equal(_backward(values, results, output_grads, keep=False), first)
+        return _backward(values, results, output_grads, keep=False)
 
-    return differs() and differs()
+    if _equal(gradients(), first) or _equal(gradients(), first):
+        return False
+    with _same_bits():
+        return not _equal(gradients(), gradients())
 
 
 def _deterministic_passes(values: Mapping[str, Any], results: Sequence[Tensor],
                           output_grads: Sequence[Tensor | None]) -> list[dict[str, Tensor]]:
-    """Two backward passes as torch makes them where it is asked for the same bits every time: on a
-    GPU those of an index add in any order otherwise."""
+    with _same_bits():
+        return [_backward(values, results, output_grads) for _ in range(2)]
+
+
+@contextmanager
+def _same_bits() -> Iterator[None]:
+    """Asks torch for the same bits every time: on a GPU the backward pass of an index adds in any
+    order otherwise."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # the public one imports torch's compiler, which leaves traces that later checks count
@@ -315,7 +326,7 @@ def _deterministic_passes(values: Mapping[str, Any], results: Sequence[Tensor],
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [_backward(values, results, output_grads) for _ in range(2)]
+            yield
     finally:
         set_deterministic(before, warn_only=warns)
 

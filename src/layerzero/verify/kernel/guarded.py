@@ -118,8 +118,9 @@ def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies each tensor, with its strides, between margins of NaN (integers: -1).
 
     Gaps between elements hold NaN too. A read beside an input then shows in the result, a write
-    beside it in the snapshot. A tensor that is passed twice stays one tensor; one that spans
-    gigabytes is not copied.
+    beside it in the snapshot. Before an index that begins within a tensor there is another one, as
+    before the targets of all tokens but the first. A tensor that is passed twice stays one tensor;
+    one that spans gigabytes is not copied.
     """
     by_id: dict[int, Tensor] = {}
     return {name: by_id.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v
@@ -134,6 +135,8 @@ def _guarded(t: Tensor) -> Tensor:
     if span > MAX_BYTES:
         return t
     storage = _poisoned(span + 2 * margin, t)
+    if int(t.storage_offset()) % aligned and _is_index(t):     # a part, of which no more is told
+        storage[:margin] = t.detach().flatten()[0]
     view = storage.as_strided(t.shape, t.stride(), margin)
     if 0 in t.stride() and t.numel() > 1:      # expanded: several indices share an element
         storage[margin:margin + span].copy_(t.detach().as_strided((span,), (1,),
@@ -141,6 +144,10 @@ def _guarded(t: Tensor) -> Tensor:
     else:
         view.copy_(t.detach())
     return view.requires_grad_() if t.requires_grad else view
+
+
+def _is_index(t: Tensor) -> bool:
+    return t.dtype in (torch.int32, torch.int64)
 
 
 def _span(t: Tensor) -> int:
@@ -214,7 +221,7 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
     shape = tuple(t.shape)
     if layout == "sparse":
         between = _poisoned(2 * t.numel(), t)
-        if not t.is_floating_point() and t.dtype.itemsize > 1:
+        if _is_index(t):
             between.zero_()                    # an index: what reads it goes on, and is wrong
         other = between.view(*shape, 2)[..., 0]
     elif layout == "padded":

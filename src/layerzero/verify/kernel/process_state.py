@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch._compile
 
 _DENORMAL, _HALF_ULP = 5e-324, 2.0 ** -53
 _MT19937_BYTES = 625 * 4                       # its words and the position in them
@@ -224,6 +225,10 @@ def _put_back_functions(before: dict[str, Any]) -> None:
 _PLACES: dict[str, Any] = {"torch": torch, "torch.Tensor": torch.Tensor}
 
 
+_NOTHING = (lambda: None).__code__
+_WRAPPERS = torch._compile._disable_dynamo.__code__.co_filename
+
+
 def functions_of_torch() -> dict[str, dict[str, Any]]:
     """Returns those of torch itself and of tensors, which take too long to read around a call."""
     return {name: dict(vars(place)) for name, place in _PLACES.items()}
@@ -235,10 +240,17 @@ def put_back_functions(before: dict[str, dict[str, Any]]) -> list[str]:
     now = functions_of_torch()
     replaced = [(place, name) for place, old in before.items() if old != now[place]
                 for name, function in old.items()
-                if callable(function) and now[place].get(name) is not function]
+                if callable(function) and now[place].get(name) is not function
+                and not _hidden_by_compiler(now[place].get(name), function)]
     for place, name in replaced:
         setattr(_PLACES[place], name, before[place][name])
     return [f"{place}.{name}" for place, name in replaced]
+
+
+def _hidden_by_compiler(now: Any, before: Any) -> bool:
+    """Did torch's compiler put its own wrapper around a function when it was first imported?"""
+    return (getattr(now, "__wrapped__", None) is before
+            and getattr(now, "__code__", _NOTHING).co_filename == _WRAPPERS)
 
 
 def _numpy_errors() -> Any:

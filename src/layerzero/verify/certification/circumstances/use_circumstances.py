@@ -42,6 +42,7 @@ INFERENCE_CASES = 3
 GENERATOR, DRAWING_CASES, SEED = "generator", 2, 20_241
 RANDOM_NUMBERS = ("uniforms", "seed", "seed_rows")     # which come before a generator
 LARGER_SEED = 50                               # of which no check has the sizes
+NEW_CONTENTS = 7_001                           # added to a seed: no other check has the numbers
 NEW_SIZE, NEW_SIZES = 291, 2                    # more than a case has; how many of a case are tried
 
 
@@ -173,15 +174,16 @@ def after_inference_checks(kernel: Kernel, device: str, lane: str,
                            seed: int) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
     if kernel.differentiable and op.differentiable:
-        yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, seed)
-                    for case in gradient_cases(op)[:INFERENCE_CASES])
-        yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, seed, True)
-                    for case in _new_sizes(op, lane, seed))
+        # what is kept by contents or by size is then made in inference mode
+        cases = (*((case, seed + NEW_CONTENTS) for case in gradient_cases(op)[:INFERENCE_CASES]),
+                 *((case, seed) for case in _new_sizes(op, lane, seed)))
+        yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, at)
+                    for case, at in cases)
 
 
 def _new_sizes(op: Op, lane: str, seed: int) -> list[Case]:
     """Returns the cases with fewest and with most tensors, each with one size that no other check
-    asks for: what is kept by size is then made in inference mode. Beyond the quick lane every case
+    asks for. Beyond the quick lane every case
     that gives other arguments, with each of its sizes."""
     def tensors(case: Case) -> int:
         return len(case_tensors(op, case, op.dtypes[0]))
@@ -202,11 +204,9 @@ def _new_sizes(op: Op, lane: str, seed: int) -> list[Case]:
 
 
 def check_after_inference(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
-                          seed: int = 0, first: bool = False) -> CaseResult:
+                          seed: int = 0) -> CaseResult:
     """Records a gradient of the main tensor after a call in inference mode with the same tensors,
-    as where a served model trains an adapter: what is kept of that call autograd refuses. It must
-    be the gradient that the kernel gives where there was no such call; or, where the `first` call
-    of these sizes is to be that in inference mode, the formula's."""
+    as where a served model trains an adapter: what is kept of that call autograd refuses."""
     op = kernel.op
     name = op.main_tensor if op.main_tensor in op.differentiable else op.differentiable[0]
 
@@ -223,8 +223,7 @@ def check_after_inference(kernel: Kernel, case: Case, dtype: str, device: str = 
     if reasons:
         return result("skipped", reasons=reasons)
     try:
-        alone, values = _gradient(partial(formula, op) if first else partial(call, kernel),
-                                  op, copies(), name), copies()
+        want, values = _gradient(partial(formula, op), op, copies(), name), copies()
     except FAULTS:                             # no matter of an earlier call
         return result("skipped", "has no gradient")
     try:
@@ -232,31 +231,28 @@ def check_after_inference(kernel: Kernel, case: Case, dtype: str, device: str = 
             call(kernel, values)
         after = _gradient(partial(call, kernel), op, values, name)
     except FAULTS as e:
-        return ((_failure_without_it(kernel, case, dtype, device, seed, name) if first else None)
+        return (_failure_without_it(kernel, case, dtype, device, seed, name)
                 or result("failed", str(reason_of(e, classify(e)))))
     rtol, atol = (8 * t for t in op.tolerance.of(dtype))
-    if alone is None or after is None:
-        same = alone is after
-    else:
-        same = torch.allclose(after, alone, rtol=rtol, atol=atol, equal_nan=True)
-    # the formula's may be another one within what is allowed
-    same = same or (first and check_gradients(kernel, case, dtype, device, seed, name).passed)
-    if same:
+    same = (want is after if want is None or after is None
+            else torch.allclose(after, want, rtol=rtol, atol=atol, equal_nan=True))
+    # it may be another one within what is allowed
+    if same or check_gradients(kernel, case, dtype, device, seed, name).passed:
         return result("passed")
-    return ((_failure_without_it(kernel, case, dtype, device, seed, name) if first else None)
+    return (_failure_without_it(kernel, case, dtype, device, seed, name)
             or result("failed", f"another gradient of {name}"))
 
 
 def _failure_without_it(kernel: Kernel, case: Case, dtype: str, device: str, seed: int,
                         name: str) -> CaseResult | None:
-    """Returns how the gradient fails at another new size, where no call was in inference mode: then
-    that mode is no matter of it."""
-    size = next(n for n in numbers_of(kernel.op) if type(case.get(n)) is int
-                and case[n] > NEW_SIZE)
-    other = {**case, size: case[size] + 2 * LARGER_SEED}
+    """Returns how the gradient fails with other new sizes or numbers, where no call was in
+    inference mode: then that mode is no matter of it."""
+    size = next((n for n in numbers_of(kernel.op) if type(case.get(n)) is int
+                 and case[n] > NEW_SIZE), "")
+    other = {**case, size: case[size] + 2 * LARGER_SEED} if size else case
     if not is_accepted(kernel.op, other, seed=seed):
         return None
-    judged = check_gradients(kernel, other, dtype, device, seed, name)
+    judged = check_gradients(kernel, other, dtype, device, seed if size else 2 * seed, name)
     return judged if judged.status == "failed" else None
 
 

@@ -16,7 +16,7 @@ from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows, rms_normalize
 from .formulas.mistakes import NORM, change_results, eps_outside_sqrt, replace_argument, zeros_like
-from .formulas.norm import NORM_CASES, NORM_STRESS
+from .formulas.norm import NORM_CASES, NORM_STRESS, ROWS_ALONE
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None,
@@ -57,7 +57,7 @@ OP = Op(
     name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
     cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, mistakes=MISTAKES,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
-    batch_dims=("rows",), shard_dims=(),
+    invariance_cases=ROWS_ALONE, batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "residual": "*rows hidden", "weight": "hidden"},

@@ -18,7 +18,7 @@ from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
 from .formulas.common import FLOATS, random_rows, rms_normalize
 from .formulas.mistakes import NORM, change_results, eps_outside_sqrt
-from .formulas.norm import NORM_CASES, NORM_STRESS
+from .formulas.norm import NORM_CASES, NORM_STRESS, ROWS_ALONE
 
 
 def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
@@ -68,7 +68,7 @@ OP = Op(
     name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
     cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, mistakes=MISTAKES,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
-    batch_dims=("rows",), shard_dims=(),
+    invariance_cases=ROWS_ALONE, batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden"}, returns=("*rows hidden",), exact=("hidden",),

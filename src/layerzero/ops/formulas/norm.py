@@ -16,3 +16,7 @@ NORM_STRESS: tuple[dict[str, Any], ...] = (
     {"hidden": 16384, "rows": (2,), "extreme": True}, {"hidden": 12_299, "rows": (2,)},
     {"rows": (3000,), "hidden": 8}, {"eps": 1.0},
     {"eps": 0.0}, {"hidden": 65, "rows": (3, 3)}, {"rows": (131_077,), "hidden": 2})
+
+# of widths at which a row is summed in parts
+ROWS_ALONE: tuple[dict[str, Any], ...] = (
+    {"rows": (24,), "hidden": 1024}, {"rows": (24,), "hidden": 4096})

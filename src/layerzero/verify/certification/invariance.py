@@ -30,6 +30,7 @@ from ..kernel.contract import (
 
 Part = tuple[int, int, int]                    # from and to, in units of so many parts of the whole
 SIZES = ("batch", "tp")
+SINGLE = 12                                    # parts that are computed alone, where there are many
 
 
 def dims_of(op: Op, to: str) -> tuple[str, ...]:
@@ -94,11 +95,14 @@ def calls_of_parts(op: Op, values: Mapping[str, Any], to: str) -> Iterator[dict[
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[Part]:
-    """The first, the last and a middle one of as many parts as there can be, and both halves."""
+    """The first, the last and a middle one of as many parts as there can be, and both halves; of
+    many parts some more: few sums round otherwise in another order."""
     most = next(n for n in range(min(sizes), 0, -1) if all(size % n == 0 for size in sizes))
     if most > 1:
+        single = range(0, most, max(most // SINGLE, 1)) if most >= SINGLE else ()
         yield from dict.fromkeys(((0, 1, most), (most - 1, most, most),
-                                  (most // 2, most // 2 + 1, most), (1, most, most)))
+                                  (most // 2, most // 2 + 1, most), (1, most, most),
+                                  *((i, i + 1, most) for i in single)))
     if most > 3 and most % 2 == 0:
         yield from ((0, 1, 2), (1, 2, 2))
 

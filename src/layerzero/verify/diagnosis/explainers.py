@@ -38,9 +38,14 @@ from .reruns.calls_again import (
     is_strided,
     is_wrong_when_recording,
     others_that_mend,
+    passes_with_the_argument,
 )
 from .reruns.head_maps import explain_by_heads
-from .reruns.kept_reruns import explain_by_earlier_contents, keeps_all_results
+from .reruns.kept_reruns import (
+    explain_by_earlier_contents,
+    is_wrong_in_a_stack,
+    keeps_all_results,
+)
 from .reruns.memory_reruns import explain_by_memory
 from .reruns.order_reruns import explain_by_order
 from .reruns.rounding_reruns import (
@@ -236,6 +241,9 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     kind = kind_of(names)
     if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
         return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
+    if kind == "stale cache" and all("parts of one" in name for name in names) \
+            and e.ask(is_wrong_in_a_stack):
+        return "layout", f"wrong for parts of one tensor, whatever was called before: {e.detail}"
     if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
         kind = "unknown"
     if (kind == "dtype" or are_of_torch(names)) and not e.ask(recur):
@@ -362,8 +370,10 @@ def _by_arguments(e: Evidence) -> Explanation | None:
         kinds = {"alignment"}
     # of arguments that go together each one mends it, whichever is wrong
     kind = kinds.pop() if len(kinds) == 1 else "unknown"
-    if kind == "convention" and len(e.arguments) > 1:
-        kind = "unknown"                       # of one of them, or of how they go together
+    if kind == "convention" and (
+            len(e.arguments) > 1 or any("not finite" in r.kinds for r in e.forward)
+            or passes_with_the_argument(e.kernel, e.results, e.arguments[0], e.device)):
+        kind = "unknown"     # of how several go together, of what is read, of some numbers or sizes
     if kind == "unknown" and e.op.family == "sampling" and e.ask(draws_others):
         return "distribution", f"other tokens than the contract's: {e.detail}"
     small = explain_by_shortness(e.kernel, e.forward, e.device) if kind == "unknown" else None

@@ -59,7 +59,7 @@ class Certificate(Record, header={"format": FORMAT}):
     # every element of every result was written, over poisoned memory
     writes_all: bool = False
     nan_propagates: bool | None = None         # None: not checked for this op
-    # a gradient's own gradient is right, or raises; None: not checked
+    # a gradient's own gradient is right, or raises; None: not checked, as of libraries
     second_order: bool | None = None
     # by capture and replay; None: no CUDA, or no case to capture
     graph_safe: bool | None = None

@@ -297,6 +297,26 @@ def passes_with_the_same_arguments(kernel: Kernel, results: Sequence[CaseResult]
     return bool(failing) and all(given(r) in passing or in_default_sizes(r) for r in failing)
 
 
+def passes_with_the_argument(kernel: Kernel, results: Sequence[CaseResult], name: str,
+                             device: str) -> bool:
+    """Does a case pass that gives the tensors of this argument, where they make a difference? Then
+    the kernel knows what they mean."""
+    op, names = kernel.op, name.split(" and ")
+    for r in (r for r in results if r.passed and not r.circumstance):
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        if not all(isinstance(values.get(n), Tensor) for n in names):
+            continue
+        without = {**values, **dict.fromkeys(names)}
+        try:
+            with torch.no_grad():
+                want, other = formula(op, values), formula(op, without)
+        except FAULTS:
+            continue
+        if not are_close(op, r.dtype, other, want):
+            return True
+    return False
+
+
 def fails_with_other_numbers(kernel: Kernel, results: Sequence[CaseResult], device: str) -> bool:
     """Does a case that passed fail with other numbers? Then the numbers decide, and not a size."""
     plain = [r for r in results if not r.circumstance]

@@ -127,6 +127,21 @@ def keeps_all_results(kernel: Kernel, failed: Sequence[CaseResult], device: str)
         any(not storage.expired() for storage in storages) for storages in alive)
 
 
+def is_wrong_in_a_stack(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is a call wrong with tensors that lie behind those of another, though it is the first?"""
+    for r in sample_failures(failed, 2):
+        values, other = (case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
+                         for by in range(2))
+        behind = {n: torch.stack((other[n], t))[1] for n, t in values.items()
+                  if isinstance(t, Tensor) and t.numel() and t.is_contiguous()
+                  and t.shape == other[n].shape}
+        bind_once.cache_clear()
+        load_once.cache_clear()
+        if not is_right(kernel, {**values, **behind}, r.dtype):
+            return True
+    return False
+
+
 def is_wrong_in_turn(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is a call of several threads wrong in one thread too, after those of the others?"""
     for r in sample_failures(failed, 2):

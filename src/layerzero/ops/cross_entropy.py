@@ -70,7 +70,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
     {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"},
     {"masked": True, "ignored": "some"},
-    {"masked": "first", "vocab": 400},
+    {"masked": "first", "vocab": 400}, {"masked": "first", "vocab": 5003, "rows": (3,)},
     {"rows": (400,), "vocab": 97},
 )
 

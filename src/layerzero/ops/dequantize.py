@@ -101,13 +101,14 @@ def inputs(
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to, unless `out_dtype`
     says another. `large`: their scales are beyond float16, where the result is not. `sized`: the
-    length is given though it is even. `small`: scales of ggml's blocks are subnormal."""
+    length is given though it is even. `small`: scales are
+    subnormal in float16."""
     gen = torch.Generator("cpu").manual_seed(seed)
     out = out_dtype or ("float32" if dtype == torch.float64 else str(dtype).removeprefix("torch."))
     if format in GGML_FORMATS:
         blocks_of_it = random_blocks(gen, rows, width, format, SUBNORMAL if small else 1.0)
         return {"q": blocks_of_it.to(device), "format": format, "out_dtype": out}
-    x = torch.randn((*rows, width), generator=gen)
+    x = torch.randn((*rows, width), generator=gen) * (SUBNORMAL if small else 1.0)
     if large and out != "float16":
         x = x * 2.0 ** 30
     fmt = FORMATS[format]
@@ -144,6 +145,7 @@ CASES: tuple[dict[str, Any], ...] = (
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
     *({"format": f, "rows": (2,), "width": 512, "small": True} for f in ("q4_0", "q8_0", "q4_k")),
+    *({"format": f, "small": True, "out_dtype": "float16"} for f in ("int8", "fp8_e4m3")),
     # a dtype that is not that of the other cases of a run
     {"out_dtype": "bfloat16"}, {"format": "int4", "symmetric": False, "out_dtype": "float16"},
     {"format": "nvfp4", "width": 37, "rows": (2, 3), "out_dtype": "float32"},

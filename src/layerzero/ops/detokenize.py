@@ -79,10 +79,10 @@ def _sequence(index: int) -> list[int]:
     return list(_IDS[index] if index >= 0 else _GENERATED[:-index])
 
 
-@lru_cache(maxsize=1)
-def _tiny_tokenizer() -> TokenizerHandle:
+@lru_cache(maxsize=2)
+def _tiny_tokenizer(variant: str) -> TokenizerHandle:
     """Returns the same one for all calls, as callers have it."""
-    return from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer")
+    return from_json(json.dumps(tiny_tokenizer(variant=variant)), "tiny_tokenizer")
 
 
 def _in_form(sequences: Any, form: str) -> Any:
@@ -99,7 +99,7 @@ def _in_form(sequences: Any, form: str) -> Any:
 
 def inputs(
     *, ids: int | tuple[int, ...] = 2, tensor: bool = False, form: str = "", drawn: bool = False,
-    many: bool = False, seed: int = 0,
+    many: bool = False, variant: str = "", seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the sequences with these indices (-n: the first n ids that are generated) or one of
@@ -110,8 +110,9 @@ def inputs(
     if drawn:
         gen = torch.Generator().manual_seed(seed)
         sequences = torch.randint(0, 273, (80,), generator=gen).tolist()
+        sequences[3:60:19] = 1, 0, 1           # special ones of the variant
     sequences = _in_form(sequences, form or "int64") if tensor or form else sequences
-    return {"ids": sequences, "tokenizer": _tiny_tokenizer(), **options}
+    return {"ids": sequences, "tokenizer": _tiny_tokenizer(variant), **options}
 
 
 _ALL = tuple(range(7))
@@ -133,6 +134,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"ids": (1, 14, 0, 17, 7), "many": True}, {"drawn": True},
+    *({"drawn": True, "variant": "known", "skip_special_tokens": skip} for skip in (True, False)),
     {"ids": 19}, {"ids": (19, 7, 19), "skip_special_tokens": False}, {"ids": 19, "tensor": True})
 
 # Mistakes that a kernel for this op could make.

@@ -113,6 +113,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyo
     {"b": 66_001, "c": 2, "groups": 1, "size": (1, 2)},
     # more numbers in a group than float16 counts
     {"b": 1, "c": 4, "groups": 2, "size": (183, 182)},
+    {"b": 1, "c": 4, "groups": 2, "size": (183, 182), "extreme": True},
     {"b": 1, "c": 16_412, "groups": 4, "size": (1, 2)},
     # the channels of a group in a diffusion model: 10, 20, 40 of its UNet, 16 of its decoder
     {"c": 320, "groups": 32, "size": (3, 2)}, {"c": 640, "groups": 32, "size": (2, 3)},

@@ -64,7 +64,8 @@ MISTAKES: tuple[Mistake, ...] = (
 
 STRESS: tuple[dict[str, Any], ...] = (         # k and n beyond 2^14 and 2^15, rows beyond 2^17
     {"k": 16_411, "n": 9, "rows": (2,)}, {"k": 9, "n": 33_003, "rows": (2,)},
-    {"k": 3, "n": 2, "rows": (131_077,)})
+    {"k": 3, "n": 2, "rows": (131_077,)},
+    {"k": 4096, "n": 64, "rows": (4,)})        # which may be split along k
 
 OP = Op(
     name="linear", family="linear", reference=reference, meta=meta, inputs=inputs,

@@ -131,8 +131,8 @@ def inputs(
     seed: int = 0,
 ) -> dict[str, Any]:
     """`penalties` names what they read; `only` one of them, beside which no other is given, nor a
-    filter for each row; `past` is a history that is "empty", "long" or padded with ids "beyond" the
-    vocabulary."""
+    filter for each row; `past` is a history that is "empty", "long", mostly of one token ("same")
+    or padded with ids "beyond" the vocabulary."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(low: float, high: float) -> Tensor:
@@ -166,8 +166,12 @@ def inputs(
     if penalties:
         given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
         arguments |= {name: n for name, n in given.items() if only in ("", name)}
-        seen = {"empty": 0, "long": 2_050}.get(past, 33)
+        if past == "same":                     # so that thousands of them leave it a chance
+            arguments["frequency_penalty"] = 0.002
+        seen = {"empty": 0, "long": 2_050, "same": 2_600}.get(past, 33)
         history = torch.randint(-1, vocab, (batch, seen), generator=gen)
+        if past == "same":
+            history[:, :2_500] = arguments["logits"].float().argmax(-1, keepdim=True).cpu()
         history[torch.arange(seen) >= seen - torch.arange(batch)[:, None] % 5 * 6] = -1
         if vocab > 1 << 16:                    # likely, and what 16 bits make of -1
             arguments["logits"][:, 0xFFFF] = arguments["logits"].float().topk(2).values.mean(-1)
@@ -225,6 +229,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
     *({"penalties": "history", "past": past, "vocab": 2_100, "scale": 1.0}
       for past in ("empty", "long", "beyond")),
+    {"penalties": "history", "only": "frequency_penalty", "past": "same"},
     # of several sources of random numbers the first counts
     {"random": "uniforms+seed_rows+seed"}, {"random": "seed_rows+seed+generator"},
     {"random": "seed+generator", "batch": 9},

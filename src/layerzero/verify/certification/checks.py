@@ -85,6 +85,7 @@ from .circumstances.call_circumstances import (
 )
 from .circumstances.content_circumstances import check_contents, content_checks
 from .circumstances.grad_circumstances import GradMode
+from .circumstances.half_range import half_range_checks
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import (
     after_inference_checks,
@@ -273,6 +274,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     yield from checks_without_others(kernel, cells, device, seed)
     yield from rows_in_order_checks(kernel, cells, device, seed)
     yield from content_checks(kernel, device, seed)
+    yield from half_range_checks(kernel, device, seed)
     yield from _changed_part_checks(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]

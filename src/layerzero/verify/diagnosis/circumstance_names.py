@@ -21,6 +21,7 @@ _BY_CIRCUMSTANCE = (
     *((word, "stale cache") for word in _CHANGED), *_OF_TORCH,
     ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),
     ("codes from", "unknown"), ("loud numbers of float16", "overflow"),
+    ("float16 that cancel", "precision"), ("beyond float16", "non-finite values"),
     ("filled with", "unknown"), ("since a call", "stale cache"),
     ("every tensor", "layout"), ("2^31", "index overflow"),
     ("addresses of earlier", "stale cache"),

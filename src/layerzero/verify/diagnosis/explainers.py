@@ -86,6 +86,7 @@ _OF_MEMORY = ("in-place change", "out of bounds", "aliasing", "result")
 _OF_LAYOUT = ("stride_last", "contiguous")
 # Complaints about memory that numbers which are wrong in a single call outrank.
 _OF_SHARING = ("aliasing", "result")
+_OF_ARGUMENTS = ("convention", "mask", "scale", "alignment", "window", "position bias", "head map")
 FAR_BEYOND = 1000.0                            # times what is allowed
 
 
@@ -102,8 +103,8 @@ def explain(evidence: Evidence) -> Explanation:
         kind = explanation[0]
         if explainer in CONFIRMED:
             return explanation
-        doubts[kind] = doubt_about(kind, evidence.kernel, evidence.forward or evidence.failed,
-                                   evidence.device)
+        doubts[kind] = (_about_mode(kind, evidence) or doubt_about(
+            kind, evidence.kernel, evidence.forward or evidence.failed, evidence.device))
         if not doubts[kind]:
             return explanation
         if not evidence.forward:               # nothing else to look at
@@ -187,7 +188,7 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
     if (((max(r.ratio for r in e.forward) < 50 and e.ask(is_slight)) or e.ask(is_rounded))
             and e.ask(is_rounding)):
         # roundings do not come and go with a remainder
-        return explain_by_remainder(e.kernel, e.forward, e.device) or (
+        return explain_by_remainder(e.kernel, e.forward, e.device, True) or (
             "precision", f"close, and seen where there are many: {e.detail}")
     return (scale_mistake(e.kernel, e.forward, e.device)
             or explain_by_bits(e.kernel, e.forward, e.device) or ("sizes", e.detail))
@@ -206,14 +207,16 @@ def _by_earlier_calls(e: Evidence) -> Explanation | None:
     return _state(e) if e.ask(is_right_when_loaded_anew) else None     # whatever it looks like now
 
 
+def _about_mode(kind: str, e: Evidence) -> str:
+    """Does the kernel make of an argument what the formula does, where gradients are recorded? Then
+    the path that it takes otherwise forgets it, or takes it otherwise."""
+    return ("it is right where gradients are recorded, and wrong where none are"
+            if kind in _OF_ARGUMENTS and e.kernel.differentiable and e.forward
+            and e.ask(is_right_when_recording) else "")
+
+
 def _state(e: Evidence) -> Explanation:
     return "state", f"right where it is loaded anew, wrong after other calls: {e.detail}"
-
-
-def _by_mode(e: Evidence) -> Explanation | None:
-    """By a path of its own where nothing is recorded, whatever mistake that path makes."""
-    return (("mode", f"right where gradients are recorded, wrong where none are: {e.detail}")
-            if e.kernel.differentiable and e.ask(is_right_when_recording) else None)
 
 
 def _by_mistake(e: Evidence) -> Explanation | None:
@@ -402,7 +405,7 @@ def _by_one_size(e: Evidence) -> Explanation | None:
     """By what another size mends; tokens that are drawn differ with every size."""
     if e.op.family == "sampling":
         return None
-    by_remainder = explain_by_remainder(e.kernel, e.forward, e.device)
+    by_remainder = explain_by_remainder(e.kernel, e.forward, e.device, e.is_slight)
     if by_remainder:
         if e.ask(is_right_with_smaller_numbers):
             return "overflow", f"right in the same sizes with numbers 8 times smaller: {e.detail}"
@@ -459,7 +462,7 @@ def _by_draws(e: Evidence) -> Explanation | None:
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (
     _by_complaint, _by_direction, _by_call_order, _by_state_of_torch, _by_earlier_contents,
-    _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mode, _by_mistake,
+    _by_heads, _by_large_sizes, _by_layout, _by_earlier_calls, _by_mistake,
     _by_memory, _by_pages, _by_finiteness, _by_infinities, _by_circumstance, _by_forward_complaint,
     _by_nondeterminism, _by_repetition, _by_type, _without_tensors, _by_boundaries, _by_order,
     _by_rounded_numbers, _by_fact, _by_smaller_calls, _by_values, _by_one_size, _by_arguments,

@@ -7,6 +7,7 @@ tokens that depend on their neighbours.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -268,17 +269,19 @@ def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[s
 
     `variant`: "prefixed" puts a space before every part between added tokens, "trimmed" leaves
     white space out of offsets, "whole words" takes a word of the vocabulary without merging it,
-    "nested" has added tokens that begin or hold others.
+    "nested" has added tokens that begin or hold others, "known" has special ones that are of the
+    vocabulary too.
     """
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     words += ["more", "Ġend", "12"] if variant == "whole words" else []
+    words = ["<s>", "</s>", *words] if variant == "known" else words
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
     names = [("<s>", True), ("</s>", True), ("<name>", False)]
     names += [("<s>hell", False), ("</s><s>", True), ("e m", False)] if variant == "nested" else []
-    added = [{"id": len(vocab) + i, "content": name, **plain, "normalized": not special,
-              "special": special}
-             for i, (name, special) in enumerate(names)]
+    new = itertools.count(len(vocab))
+    added = [{"id": vocab[name] if name in vocab else next(new), "content": name, **plain,
+              "normalized": not special, "special": special} for name, special in names]
     ids = {token["content"]: token["id"] for token in added}
     trimmed = variant == "trimmed"
     post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": not trimmed,

@@ -95,12 +95,13 @@ def sizes_of(op: Op, case: Case) -> Iterator[tuple[str, int, Sized]]:
             **case, **{n: (*islice(cycle(size), m),) for n, size in lengths.items()}}
 
 
-def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult],
-                         device: str) -> tuple[str, str] | None:
+def explain_by_remainder(kernel: Kernel, failed: Sequence[CaseResult], device: str,
+                         of_any_size: bool = False) -> tuple[str, str] | None:
     """Explains calls that are wrong at a size, and at that size and one or two periods more, and
-    right at a size between them, and as many periods after it."""
+    right at a size between them, and as many periods after it; `of_any_size`: and wrong at the
+    smallest such sizes too, at which numbers that count them do not round."""
     reruns = Reruns(kernel, device)
-    periods = [_period(reruns, kernel.op, r) for r in _steady(reruns, failed)]
+    periods = [_period(reruns, kernel.op, r, of_any_size) for r in _steady(reruns, failed)]
     known = [found for found in periods if found]
     if not known or 3 * len(known) < 2 * len(periods):
         return None
@@ -116,7 +117,8 @@ def _steady(reruns: Reruns, failed: Sequence[CaseResult]) -> list[CaseResult]:
             if reruns.all_are(False, [r.case], r.dtype, r.seed)]
 
 
-def _period(reruns: Reruns, op: Op, r: CaseResult) -> tuple[str, str] | None:
+def _period(reruns: Reruns, op: Op, r: CaseResult,
+            of_any_size: bool) -> tuple[str, str] | None:
     """Returns with which period a size of this call makes it wrong: the class, and in words."""
     for name, n, sized in sizes_of(op, r.case):
         def at(m: int, sized: Sized = sized) -> bool | None:
@@ -134,6 +136,7 @@ def _period(reruns: Reruns, op: Op, r: CaseResult) -> tuple[str, str] | None:
             # between the wrong ones: what is right from a size on has no period
             for u in dict.fromkeys(n + (u - n) % period for u in right if (u - n) % period):
                 wrong, others = ([sized(m + k * period) for k in range(3)] for m in (n, u))
+                wrong += [sized(n % period + period)] if of_any_size else []
                 if (reruns.all_are(False, wrong, r.dtype, r.seed)
                         and reruns.all_are(True, others, r.dtype, r.seed)):
                     # what is left over by whole tiles is wrong at every other remainder

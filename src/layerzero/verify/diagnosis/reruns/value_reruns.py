@@ -81,13 +81,24 @@ def explain_by_finiteness(kernel: Kernel, failed: Sequence[CaseResult],
         smaller = (isinstance(main, Tensor) and main.is_floating_point() and main.dtype.itemsize > 1
                    and is_right(kernel, {**values, op.main_tensor: main * 2.0 ** -7}, r.dtype)
                    and not _divides_by_nothing(kernel, values, r.dtype))
-        votes["overflow" if smaller else "non-finite values"] += 1
+        votes["overflow" if smaller or _are_beyond_range(kernel, values, r.dtype)
+              else "non-finite values"] += 1
     if len(votes) > 1:                         # some are mended: the others are larger still
         votes = Counter({"non-finite values": len(sample)})
-    return _votes(votes, {"overflow": "right with the same numbers 128 times smaller",
+    return _votes(votes, {"overflow": "right with the same numbers 128 times smaller, or infinite "
+                                      "where the formula and all inputs are finite",
                           "non-finite values": "wrong only in numbers that are not finite, or are "
                                                "not where the formula's are"},
                   [r for r, _ in sample], failed[0].detail) if sample else None
+
+
+def _are_beyond_range(kernel: Kernel, values: Values, dtype: str) -> bool:
+    """Is every wrong number infinite, where the formula's and all of the call are finite?"""
+    if not all(bool(t.isfinite().all()) for t in values.values() if isinstance(t, Tensor)
+               and t.is_floating_point() and t.dtype.itemsize > 1):
+        return False
+    return all(bool((got.isinf() & want.isfinite() | ~wrong).all())
+               for got, want, wrong in _wrong(kernel, values, dtype))
 
 
 def _divides_by_nothing(kernel: Kernel, values: Values, dtype: str) -> bool:

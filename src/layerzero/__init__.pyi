@@ -1644,8 +1644,7 @@ def mamba_chunk_scan(
             torch.randn(4),
             torch.randn(2, 7, 2, 16),
             torch.randn(2, 7, 2, 16),
-            D=torch.rand(4),
-            dt_bias=torch.randn(4),
+            dt_bias=torch.rand(4),
             dt_softplus=True,
         )
     """
@@ -2068,9 +2067,9 @@ def quantized_linear(
 
     Example:
         out = lz.quantized_linear(
-            torch.randn(2, 512),
-            torch.randint(0, 256, (16, 420), dtype=torch.uint8),
-            format="q6_k",
+            torch.randn(2, 256),
+            torch.randint(0, 256, (16, 144), dtype=torch.uint8),
+            format="q4_0",
         )
     """
 

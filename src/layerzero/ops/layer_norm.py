@@ -34,11 +34,13 @@ def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-5,
-           stride: str = "", weight_dtype: str = "", extreme: bool = False,
+           stride: str = "", weight_dtype: str = "", outlier: bool = False, extreme: bool = False,
            dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device, 100 if extreme else 1)
+    if outlier:                                # as the first channel of some models is
+        x[..., :1] = 1000.0
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
     weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype)
                     for _ in range(2))

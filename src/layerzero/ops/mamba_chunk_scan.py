@@ -89,9 +89,10 @@ def inputs(
     b: int = 2, s: int = 7, h: int = 4, g: int = 2, d: int = 8, n: int = 16, skip: bool = True,
     gate: bool = False, bias: bool = True, softplus: bool = True, limits: bool = False,
     state: bool = False, final: bool = False, decay: float = 4.0, at_most: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    small: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """limits: dt_min and dt_max. at_most: dt_max alone, which makes a negative dt zero."""
+    """limits: dt_min and dt_max. at_most: dt_max alone, which makes a negative dt zero.
+    small: steps as trained models begin with."""
     gen = torch.Generator("cpu").manual_seed(seed)
     acc_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -104,6 +105,7 @@ def inputs(
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
     x, dt = drawn(b, s, h, d), step(b, s, h)
     A[1:][-1:] *= 0.1                          # one head keeps its state over hundreds of tokens
+    dt = dt - 8.0 if small else dt
     slow = dt[..., 1:][..., -1:]
     slow.copy_(slow - 5 if softplus else slow * 0.01)
     return {
@@ -121,7 +123,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"b": 1, "s": 130, "d": 24, "n": 32, "state": True, "final": True},
     {"skip": False, "bias": False, "softplus": False, "g": 1, "s": 1, "state": True, "final": True},
     {"s": 70, "b": 1, "h": 1, "g": 1, "decay": 60.0, "final": True},
-    {"softplus": False, "at_most": True, "final": True},
+    {"softplus": False, "at_most": True, "final": True}, {"small": True, "skip": False},
     {"s": 0, "state": True, "final": True}, {"s": 0, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (

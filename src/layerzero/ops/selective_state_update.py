@@ -60,10 +60,11 @@ def meta(state: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, T
 def inputs(
     b: int = 2, h: int = 4, g: int = 2, d: int = 8, n: int = 16, tied: bool = True,
     skip: bool = True, gate: bool = False, bias: bool = True, softplus: bool = True,
-    wide_state: bool = False, slow: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    wide_state: bool = False, slow: bool = False, first: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """tied: dt, A, D and dt_bias are those of a head, expanded. slow: most of the state stays."""
+    """tied: dt, A, D and dt_bias are those of a head, expanded. slow: most of the state stays.
+    first: small steps from a state of zeros, as trained models begin with."""
     gen = torch.Generator("cpu").manual_seed(seed)
     own = 1 if tied else d
     acc_dtype = torch.promote_types(dtype, torch.float32)
@@ -73,9 +74,10 @@ def inputs(
 
     A = -(torch.rand(h, own, 1 if tied else n, generator=gen) * 4 + 0.1)
     step = drawn(b, h, own) if softplus else drawn(b, h, own).abs()
-    step = step * 0.01 if slow else step
+    step = step - 8.0 if first else step * 0.01 if slow else step
+    state = drawn(b, h, d, n, to=acc_dtype if wide_state else dtype)
     return {
-        "state": drawn(b, h, d, n, to=acc_dtype if wide_state else dtype), "x": drawn(b, h, d),
+        "state": torch.zeros_like(state) if first else state, "x": drawn(b, h, d),
         "dt": step.expand(b, h, d), "A": A.to(device=device, dtype=acc_dtype).expand(h, d, n),
         "B": drawn(b, g, n), "C": drawn(b, g, n),
         "D": drawn(h, own).expand(h, d) if skip else None, "z": drawn(b, h, d) if gate else None,
@@ -86,7 +88,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"tied": False, "gate": True, "wide_state": True}, {"b": 0},
     {"skip": False, "bias": False, "softplus": False, "g": 1, "n": 19},
     {"wide_state": True, "softplus": False, "bias": False, "slow": True},
-    {"b": 1, "h": 8, "g": 1, "d": 64, "n": 128, "wide_state": True},
+    {"b": 1, "h": 8, "g": 1, "d": 64, "n": 128, "wide_state": True}, {"first": True, "skip": False},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"d": 3, "n": 4}, {"d": 3, "n": 4, "tied": False, "gate": True})

@@ -126,6 +126,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"drafted": 0}, {"drafted": 1}, {"vocab": 1}, {"alike": 1.0},
     {"alike": 0.0}, {"alike": 0.95, "batch": 16}, {"certain": True, "batch": 16},
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
+    {"special": "padded", "alike": 0.9, "batch": 16},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "equal", "random": "quarters", "batch": 16},

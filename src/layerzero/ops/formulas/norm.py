@@ -15,7 +15,8 @@ NORM_CASES: tuple[dict[str, Any], ...] = (
 NORM_STRESS: tuple[dict[str, Any], ...] = (
     {"hidden": 16384, "rows": (2,), "extreme": True}, {"hidden": 12_299, "rows": (2,)},
     {"rows": (3000,), "hidden": 8}, {"eps": 1.0},
-    {"eps": 0.0}, {"hidden": 65, "rows": (3, 3)}, {"rows": (131_077,), "hidden": 2})
+    {"hidden": 4096, "rows": (3,), "outlier": True}, {"eps": 0.0},
+    {"hidden": 65, "rows": (3, 3)}, {"rows": (131_077,), "hidden": 2})
 
 # of widths at which a row is summed in parts
 ROWS_ALONE: tuple[dict[str, Any], ...] = (

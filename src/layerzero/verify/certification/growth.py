@@ -40,7 +40,7 @@ from ..kernel.gradients import requiring_grad
 from ..kernel.guarded import with_layout
 from ..kernel.process_state import find_leak, memory_in_use
 from .calls import passes_extra_check, result_of
-from .circumstances.argument_circumstances import STEPPED
+from .circumstances.argument_circumstances import BOUNDS, STEPPED
 
 Case = Mapping[str, Any]
 # Rounds of calls with other contents, and CPU time for them: of what grows in the first, many more
@@ -50,6 +50,8 @@ MANY_CONTENTS, MANY_S = (12, 24, 48, 48, 48, 48), 4.0
 CONTENTS_SEED, CONTENTS_ELEMENTS, CONTENTS_INTEGERS = 1000, 1 << 13, 256
 PAGES, OBJECTS = "bytes of memory of its own", "Python objects"
 KEPT_FOR_EACH = 2                              # objects at least: a key and what it is of
+ITEMS = "items"
+DIVISIONS = ("cu_seqlens_q", "cu_seqlens_k", ITEMS)
 CONTENTS, LENGTHS, ADDRESSES = "other contents", "other lengths", "other addresses"
 TOKENS, THREADS, STRIDED = "other numbers of tokens", "a thread of its own", "strided contents"
 IN_INFERENCE, RECORDED = "other contents in inference mode", "other contents and gradients"
@@ -111,10 +113,29 @@ def _other_lengths(op: Op, values: Mapping[str, Any], seed: int) -> Iterator[dic
     """Yields calls that differ in their lengths alone, as the steps of decoding do."""
     named = {n: v for n in STEPPED if isinstance(v := values.get(n), Tensor) and v.numel()}
     rng = random.Random(seed)
+    while not named and any(isinstance(values.get(n), Tensor) for n in DIVISIONS):
+        yield {**values, **_divided_otherwise(values, rng)}
     while named:
         yield {**values, **{n: torch.tensor(
             [rng.randint(min(1, most), most) for most in v.reshape(-1).tolist()], dtype=v.dtype,
             device=v.device).view(v.shape) for n, v in named.items()}}
+
+
+def _divided_otherwise(values: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Returns other divisions of as many rows into as many sequences, and other numbers of keys of
+    as many items."""
+    changed: dict[str, Any] = {}
+    for name in (n for n in DIVISIONS if isinstance(values.get(n), Tensor)):
+        t = values[name].clone()
+        if name == ITEMS:
+            t[:, 3] = torch.tensor([rng.randint(min(1, m), m) for m in t[:, 3].tolist()])
+        elif t.numel() > 2:
+            total = int(t[-1])
+            t[1:-1] = torch.tensor(sorted(rng.randint(0, total) for _ in t[1:-1]))
+            longest = f"{BOUNDS}{name.removeprefix('cu_seqlens')}"
+            changed |= {longest: total} if values.get(longest) is not None else {}
+        changed[name] = t
+    return changed
 
 
 def _other_addresses(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -241,9 +262,10 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str, la
             count = sum(t.numel() for t in tensors.values()
                         if t.dtype in (torch.int32, torch.int64))
             integers.append((count if count <= CONTENTS_INTEGERS else 0, -i))
-            if any(n in tensors for n in STEPPED):
+            if any(n in tensors for n in (*STEPPED, *DIVISIONS)):
                 lengths = case_values_to_read(op, case, of, device, seed)
-                longest.append((sum(int(lengths[n].sum()) for n in STEPPED if n in tensors), -i))
+                longest.append((sum(int(lengths[n].sum()) for n in (*STEPPED, *DIVISIONS)
+                                    if n in tensors), -i))
     for ranked, other in ((integers, CONTENTS), (longest, LENGTHS)):
         if ranked:
             yield partial(check_other_contents, kernel, cells[-max(ranked)[1]][0], dtype, device,

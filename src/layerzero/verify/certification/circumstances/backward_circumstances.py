@@ -55,6 +55,7 @@ LAYOUTS = ("sparse", "transposed", "offset")
 MANY, MANY_CALLS = "many other forward passes", 40
 SAME_WEIGHTS, OTHERS_GONE = "a forward pass of the same weights", "the end of its other inputs"
 EVALUATION = "calls that record nothing"
+MANY_ROWS, MOST_ROWS = 1000, 3000
 
 
 class SomeZeros(Circumstance):
@@ -130,6 +131,20 @@ def backward_checks(kernel: Kernel, device: str, lane: str,
         for case in _able(kernel, given, dtype, device, seed):
             yield partial(check_case, kernel, case, dtype, device, seed, given)
             yield partial(check_gradients, kernel, case, dtype, device, seed, altered=given)
+    yield from (partial(check_gradients, kernel, case, "bfloat16", device, seed)
+                for case in _of_many_rows(kernel, device, seed))
+
+
+def _of_many_rows(kernel: Kernel, device: str, seed: int) -> list[Case]:
+    """Returns a case of as many rows as a batch has tokens, over which the gradients of weights of
+    16 bits are added."""
+    op = kernel.op
+    if "bfloat16" not in op.dtypes or len(op.differentiable) < 2:
+        return []
+    cases = [c for c in op.stress if isinstance(rows := c.get("rows"), tuple)
+             and len(rows) == 1 and rows[0] >= MANY_ROWS]
+    small = [{**c, "rows": (min(*c["rows"], MOST_ROWS),)} for c in cases]
+    return [c for c in small[:1] if not case_refusals(kernel, c, "bfloat16", device, seed)]
 
 
 def _able(kernel: Kernel, given: Circumstance, dtype: str, device: str,

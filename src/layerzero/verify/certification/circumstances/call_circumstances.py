@@ -277,6 +277,26 @@ class ReusedMemory(Circumstance):
         return {**values, **again}
 
 
+class ReusedPlainMemory(ReusedMemory):
+    """Likewise, where the earlier tensors changed nothing, as a mask that hides nothing does: what
+    is remembered is that they need no look."""
+
+    name = "at the addresses of earlier tensors that changed nothing"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        plain = {p.name: _neutral(p.name, t) for p in kernel.op.params if not p.required
+                 and isinstance(t := values[p.name], Tensor)
+                 and (t.dtype == torch.bool or (t.is_floating_point() and t.dtype.itemsize > 1))}
+        return super().before(kernel, values, lambda: {**values, **plain}) if plain else None
+
+
+def _neutral(name: str, t: Tensor) -> Tensor:
+    """Returns what hides nothing, adds nothing or multiplies by one."""
+    adds = t.dtype != torch.bool and any(word in name for word in ("mask", "bias", "slopes"))
+    return torch.zeros_like(t) if adds else torch.ones_like(t)
+
+
 def _as_object(wanted: int, t: Tensor) -> Tensor:
     """Returns the tensor as another object, of that id if one of some gets it."""
     others = []
@@ -325,7 +345,8 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """Yields the circumstances of a lane: quick has each kind, full every layout of every tensor.
     """
     yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
-                Autocast(), InferenceMode(), RecordingGradients(), GradMode(), GivenParameters(),
+                ReusedPlainMemory(), Autocast(), InferenceMode(), RecordingGradients(), GradMode(),
+                GivenParameters(),
                 Repeated(), OtherThreadCount(3))
     if not op.tensors:
         yield from text_circumstances(op)

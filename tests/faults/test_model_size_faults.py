@@ -92,7 +92,7 @@ def test_four_seeds_meet_every_remainder() -> None:
 
 def test_pairs_are_covered_as_far_as_a_kernel_accepts_them() -> None:
     chosen = pair_cases(worlds.current().catalog.by_id["torch.rms_norm"], "cpu", "quick", 0)
-    assert chosen.covered >= 0.98 * chosen.reachable > 50 and len(chosen.cells) <= 20
+    assert chosen.covered >= 0.97 * chosen.reachable > 50 and len(chosen.cells) <= 20
 
 
 def test_a_cache_of_one_byte_an_element_has_no_gradient() -> None:

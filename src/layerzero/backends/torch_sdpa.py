@@ -93,8 +93,9 @@ def _sdpa_bias() -> Callable[..., Any]:
             alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
                              window_right, alibi_slopes, query.dtype)
-        if mask.is_cuda and mask.stride(-1) != 1:      # torch's memory-efficient kernel refuses it
-            mask = mask.contiguous()
+        if mask.is_cuda and (mask.stride(-1) != 1 or mask.shape[-1] != key.shape[2]):
+            # torch's memory-efficient kernel refuses a mask that is expanded along its rows
+            mask = mask.expand(*mask.shape[:-1], key.shape[2]).contiguous()
         return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
 
     return run

@@ -105,7 +105,7 @@ def inputs(
     A = -(torch.rand(h, generator=gen) * decay + 0.1)
     x, dt = drawn(b, s, h, d), step(b, s, h)
     A[1:][-1:] *= 0.1                          # one head keeps its state over hundreds of tokens
-    dt = dt - 8.0 if small else dt
+    dt = dt - 8.0 if small and softplus else dt
     slow = dt[..., 1:][..., -1:]
     slow.copy_(slow - 5 if softplus else slow * 0.01)
     return {

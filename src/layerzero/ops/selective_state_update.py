@@ -74,7 +74,7 @@ def inputs(
 
     A = -(torch.rand(h, own, 1 if tied else n, generator=gen) * 4 + 0.1)
     step = drawn(b, h, own) if softplus else drawn(b, h, own).abs()
-    step = step - 8.0 if first else step * 0.01 if slow else step
+    step = step - 8.0 if first and softplus else step * 0.01 if slow else step
     state = drawn(b, h, d, n, to=acc_dtype if wide_state else dtype)
     return {
         "state": torch.zeros_like(state) if first else state, "x": drawn(b, h, d),

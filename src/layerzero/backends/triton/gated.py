@@ -30,8 +30,9 @@ def _activate(x, KIND: tl.constexpr):
 def gate_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, inner, KIND: tl.constexpr,
                 BLOCK: tl.constexpr, WAIT: tl.constexpr):
     wait_for_previous(WAIT)
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # the first axis of a grid alone may be longer than 65,535
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     gate = tl.load(gate_ptr + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
@@ -48,7 +49,7 @@ def gate(gates: Tensor, ups: Tensor, activation: str, block: int = BLOCK, warps:
     out = torch.empty((rows, inner), dtype=gates.dtype, device=gates.device)
     if out.numel():
         block = min(block, triton.next_power_of_2(inner))
-        _launch((-(-inner // block), rows), (gates, ups, out, gates.stride(0), ups.stride(0),
+        _launch((rows, -(-inner // block)), (gates, ups, out, gates.stride(0), ups.stride(0),
                                              inner),
                 {"KIND": KINDS[activation], "BLOCK": block, "WAIT": waits(gates.device),
                  "num_warps": warps})

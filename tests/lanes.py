@@ -12,8 +12,10 @@ import pytest
 # Folder of tests/ -> the tests that only the nightly lanes run. The parameters of a test that is
 # named with some of them are left out alone: the others stay. "*" stands for any letters.
 LONG: dict[str, tuple[str, ...]] = {
-    # the build by a plain compiler has the same code for narrow vectors
-    "native": ("test_cross_compiled.py::test_kernels[x86-64]",),
+    # the build by a plain compiler has the same code for narrow vectors; quantized weights have
+    # emulated tiles, and here their own vectors
+    "native": ("test_cross_compiled.py::test_kernels[x86-64]",
+               "test_cross_compiled.py::test_kernels[quantized x86-64 AVX2]"),
     # of the shapes stay: the smallest, codes of both kinds, wide heads, one loop, a window
     "emulator": (
         *(f"test_step_emulated.py::test_a_token[shape{n}-" for n in (2, 5, 6, 9, 10)),

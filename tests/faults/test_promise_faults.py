@@ -9,6 +9,7 @@ import pytest
 import torch
 from broken_kernels import Fault
 from promise_faults import PROMISE_FAULTS
+from torch import _compile
 
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.certification.certify import certify
@@ -63,6 +64,16 @@ def test_a_sound_kernel_passes(name: str) -> None:
     assert all(r.status != "failed" for r in results), [str(r) for r in results
                                                         if r.status == "failed"]
     assert any(r.passed for r in results) or name.startswith("native")
+
+
+def test_what_torchs_compiler_wraps_on_import_is_its_own() -> None:
+    before, manual_seed = functions_of_torch(), torch.manual_seed
+    try:
+        torch.manual_seed = _compile._disable_dynamo(manual_seed)
+        assert put_back_functions(before) == []
+        assert torch.manual_seed is not manual_seed
+    finally:
+        torch.manual_seed = manual_seed
 
 
 def test_functions_of_torch_are_put_back() -> None:

@@ -232,7 +232,7 @@ def test_a_small_error_that_comes_back_with_a_remainder_is_no_rounding() -> None
         return out if v["bias"] is None else out + v["bias"]
 
     found = named(LAYER_NORM, body, {"rows": (3,), "hidden": 4096}, {"rows": (3,), "hidden": 4091})
-    assert found.kind == "last rows" and "right where it is" in found.says
+    assert found.kind == "sizes" and "right where it is" in found.says
 
 
 def test_positions_rounded_to_16_bits_are_no_matter_of_sizes() -> None:

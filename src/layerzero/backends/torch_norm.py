@@ -65,8 +65,11 @@ def _layer_norm() -> Direct:
         weight, bias = (None if t is None else t.float() for t in (weight, bias))
         return torch.layer_norm(x.float(), size, weight, bias, eps).to(x.dtype)
 
-    return direct(ByFact("grad", False, torch.layer_norm, recorded), "x", LastSize("x"), "weight",
-                  "bias", "eps")
+    torchs_own = torch.layer_norm
+    by_dtype = ByFact("dtype", "float32", torchs_own, ByFact("dtype", "float64", torchs_own,
+                                                             recorded))
+    return direct(ByFact("grad", False, torchs_own, by_dtype), "x", LastSize("x"), "weight", "bias",
+                  "eps")
 
 
 def _group_norm() -> Direct:

@@ -124,13 +124,15 @@ def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values that all calls with this call's key share. They are the parameters at
-    their defaults, the sizes that the key keeps exactly, what is derived from those alone, and
-    whether a gradient is asked for."""
+    their defaults, the sizes that the key keeps exactly, what is derived from those alone, the
+    dtype, and whether a gradient is asked for."""
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}
     fixed.update({name: facts[name] for name, text in op.derived.items()
                   if {*parse(text).names} <= {*op.exact}})
     fixed["grad"] = facts["grad"]
+    if "dtype" in facts:
+        fixed["dtype"] = facts["dtype"]
     for p in op.params:
         if p.required:
             continue

@@ -50,8 +50,8 @@ class Direct:
     @property
     def facts(self) -> tuple[str, ...]:
         """The facts that its function and its constants depend on."""
-        return tuple(v.fact for v in (self.fn, *self.args, *self.kwargs.values())
-                     if isinstance(v, ByFact))
+        return tuple(fact for v in (self.fn, *self.args, *self.kwargs.values())
+                     if isinstance(v, ByFact) for fact in v.facts)
 
     def resolve(self, known: Mapping[str, Any]) -> Direct:
         """Returns the same for calls with the facts in `known`: `ByFact`s become constants."""
@@ -70,16 +70,23 @@ class Const:
 
 @dataclass(frozen=True)
 class ByFact:
-    """The constant `then` where `fact` is known to be `value`, else `otherwise`."""
+    """The constant `then` where `fact` is known to be `value`, else `otherwise`, which may be of
+    another fact."""
 
     fact: str
     value: Any
     then: Any
     otherwise: Any
 
+    @property
+    def facts(self) -> tuple[str, ...]:
+        return self.fact, *(self.otherwise.facts if isinstance(self.otherwise, ByFact) else ())
+
     def constant(self, known: Mapping[str, Any]) -> Const:
-        return Const(self.then if self.fact in known and known[self.fact] == self.value
-                     else self.otherwise)
+        if self.fact in known and known[self.fact] == self.value:
+            return Const(self.then)
+        return (self.otherwise.constant(known) if isinstance(self.otherwise, ByFact)
+                else Const(self.otherwise))
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def availability(kernel: Kernel) -> Reason | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=1024)                        # plugins declare any number of them
 def satisfies(version: str, specifier: str) -> bool:
     # slow to import, and not needed by `import layerzero`
     from packaging.specifiers import SpecifierSet

@@ -173,3 +173,27 @@ def test_an_open_file_and_another_signal_handler_are_named():
             "the interpreter (SIGTERM)"]
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted on Linux alone")
+@pytest.mark.parametrize(("calls", "status"), [(2, "passed"), (100, "failed")])
+def test_files_that_a_neighbour_opens_in_two_calls_are_not_the_kernels(calls, status):
+    right = worlds.current().catalog.by_id["torch.layer_norm"]
+    opened: list[int] = []
+
+    def load():
+        def run(x, weight=None, bias=None, eps=1e-5):
+            if len(opened) < calls:            # as a server's thread may at just that time
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+            return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+        return run
+
+    kernel = Kernel("planted.layer_norm", right.op, load, right.requires)
+    try:
+        result = check_case(kernel, {}, "float32")
+    finally:
+        for number in opened:
+            os.close(number)
+    assert result.status == status, str(result)
+    assert ("the number of open files" in str(result)) == (status == "failed")

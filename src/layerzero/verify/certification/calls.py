@@ -37,7 +37,6 @@ from ..kernel.contract import (
     case_refusals,
     case_tensors,
     case_values,
-    changed_by_formula,
     check_case,
     eager_results,
     load_once,
@@ -49,6 +48,7 @@ from ..kernel.guarded import GuardedResults
 from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from ..kernel.results import storage_address
 from ..kernel.shared import compute_once
+from ..kernel.state_changes import changed_by_formula
 
 ROUNDS = 3                                     # of calls, after which memory is counted
 HELD_RESULTS = 40                                      # results that must stay as they were

@@ -42,15 +42,10 @@ from ..cases.generated import case_key, is_costly
 from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
 from ..kernel.absence import absence, refused_by_hardware
-from ..kernel.contract import (
-    CaseResult,
-    case_tensors,
-    case_values,
-    changed_by_formula,
-    check_case,
-)
+from ..kernel.contract import CaseResult, case_tensors, case_values, check_case
 from ..kernel.gradients import check_gradients
 from ..kernel.process_state import ONCE, process_state, put_back
+from ..kernel.state_changes import changed_by_formula
 from .capture import certificate_fields
 from .checks import COMPILES_S, checks_of
 from .circumstances.content_circumstances import check_contents

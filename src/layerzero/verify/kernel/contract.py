@@ -91,10 +91,10 @@ from .shared import (
 )
 from .shared import upcast as upcast
 from .shared import with_own_generators as with_own_generators
+from .state_changes import changed_by_each, changed_by_formula
 
 UNREPEATABLE = ".*does not have a deterministic implementation.*"
 RETRIES = 6                                    # with other seeds, of what is just outside
-HALF = {torch.float16, torch.bfloat16}
 SMALL = 4.0                                    # a case of so many times the default sizes
 SMALL_BYTES = 1 << 18                          # what is not worth the room of others
 
@@ -463,7 +463,10 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
                         find_changes(guarded_values, guarded_before)]
     unknown = state if changed else {name: state[name] for name in SLOW}
     changed += [name for name in put_back(unknown, device) if name not in ONCE]
-    changed = [name for name in changed if name not in ONCE or changed.count(name) > 1]
+    twice = [name for name in ONCE if changed.count(name) > 1]
+    changed = [name for name in changed if name not in ONCE]
+    if twice:                                  # or it was another thread of the process
+        changed += changed_by_each(partial(call, kernel, values), twice, device)
     if changed:                                # torch may do it itself: it gives oneDNN up for good
         excused = changed_by_formula(kernel.op, values, device)
         changed = [name for name in changed if name not in excused]
@@ -474,17 +477,6 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str,
                    for i, (a, b) in enumerate(zip(results[0], copies))
                    if isinstance(a, Tensor) and not same(a, b)]
     return results, [*dict.fromkeys(complaints)]
-
-
-def changed_by_formula(op: Op, values: dict[str, Any], device: str) -> list[str]:
-    """Returns what the formula changes of the process by itself, or a linear layer of torch at the
-    same dtype, and leaves that as they do."""
-    before = process_state(device)
-    formula(op, values)
-    for dtype in {v.dtype for v in values.values() if isinstance(v, Tensor)} & HALF:
-        torch.nn.functional.linear(*torch.ones((2, 32, 32), dtype=dtype, device=device))
-    after = process_state(device)
-    return [name for name in before if before[name] != after[name]]
 
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None,

@@ -32,7 +32,6 @@ from .contract import (
     call,
     case_outline,
     case_values,
-    changed_by_formula,
     formula,
     may_be_chance,
     refusals,
@@ -46,6 +45,7 @@ from .output_grads import SCALES, draw_output_grads
 from .process_state import COMPILING, ONCE, process_state, put_back
 from .results import Complaint, find_aliasing, find_wrong_shapes, storage_address
 from .shared import compute_once, fingerprint
+from .state_changes import changed_by_formula
 
 LONG_SUM = 1000
 MOST_WORDS = 8

@@ -178,6 +178,8 @@ STRESS: tuple[dict[str, Any], ...] = (
     *({"by": "logits", "top_k": 1, "scoring": scoring, "normalize": normalize}
       for scoring in ("softmax", "sigmoid") for normalize in (True, False)),
     {"experts": 300, "hidden": 4, "inner": 3, "rows": (9,)},
+    # places within an expert that no 16-bit float counts
+    {"rows": (2_200,), "experts": 1, "top_k": 1, "hidden": 2, "inner": 2, "capacity": 2_100},
     # places of pairs beyond 2^16, among all and within one expert
     {"rows": (8_320,), "experts": 16, "top_k": 8, "hidden": 8, "inner": 8},
     {"rows": (66_001,), "top_k": 1, "hidden": 2, "inner": 2, "favourite": True, "capacity": 3})

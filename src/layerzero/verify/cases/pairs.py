@@ -48,6 +48,7 @@ from .generated import (
 )
 from .index_sizes import LOOPS, index_and_rank_calls
 from .long_calls import long_calls
+from .span_sizes import optional_size_calls, span_calls
 
 POOL, LIMIT = {"quick": 120, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
@@ -56,7 +57,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 LARGEST, LOOPED = 20_000, {"quick": 2_200, "full": 4_300, "stress": 4_300}
 ALONE = {"quick": 70_000, "full": 140_000, "stress": 140_000}
 HALVED = ("attention", *LOOPS)                # of what takes long a quick seed has half
-SINGLE_SIZES = 10
+SINGLE_SIZES, MORE_KEYS = 10, 23
 BLOCK = 16                                     # sizes that are paired as they fall
 LONE_PAIRS = {"quick": 44, "full": 400, "stress": 400}
 ONES = {"quick": 220, "full": 2000, "stress": 2000}
@@ -234,6 +235,8 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     yield from drawn_calls(op, lane, seed)
     yield from index_and_rank_calls(op, lane, seed)
     yield "a few hundred beside each argument", long_calls(op, lane, seed)
+    yield "ends of what is taken at once", span_calls(op, lane, seed)
+    yield "numbers that are off by default", optional_size_calls(op, lane, seed)
 
 
 def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
@@ -257,7 +260,10 @@ def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
         case = consistent(op, {**small, **option, name: size})
         # a norm of one number is no call
         if op.family != "norm" or allowed_facts(op, case, op.dtypes[0], seed) is not None:
-            calls.append((n + is_count + (option not in single), [case]))
+            # of one query in each sequence, with more keys than that
+            apart = [{**case, other: (MORE_KEYS,) * len(size)} for other in lists[1:]
+                     if name == lists[0] and other not in case and type(size) is tuple]
+            calls.append((n + is_count + (option not in single), [*apart, case]))
     rng.shuffle(calls)
     calls.sort(key=lambda call: call[0])
     # making a BlockMask costs more than a call

@@ -33,9 +33,7 @@ from ..cases.generated import (
 from ..cases.octaves import bulk_calls, octave_calls, square_calls
 from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from ..kernel.absence import absence
-from ..kernel.case_sizes import relative_size
 from ..kernel.contract import (
-    SMALL,
     CaseResult,
     Circumstance,
     case_facts,
@@ -56,10 +54,8 @@ from ..kernel.process_state import functions_of_torch, put_back_functions
 from ..kernel.rare_settings import changed_settings, rare_settings
 from .calls import (
     Budget,
-    check_in_reverse,
     check_many_backwards,
     check_many_calls,
-    check_modes,
     check_output_margins,
     check_sizes,
 )
@@ -78,14 +74,13 @@ from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
     Autocast,
     Expanded,
-    InferenceMode,
     WithArgument,
     circumstances,
     tensor_circumstances,
 )
 from .circumstances.content_circumstances import check_contents, content_checks
-from .circumstances.grad_circumstances import GradMode
 from .circumstances.half_range import half_range_checks
+from .circumstances.mode_checks import mode_checks
 from .circumstances.row_circumstances import OtherLayout
 from .circumstances.use_circumstances import (
     after_inference_checks,
@@ -105,10 +100,8 @@ from .unused_places import unused_place_checks
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}
 COMPILES_S = 1.0
-MODES = InferenceMode(), GradMode()
 # of CPU time in a kernel for all sizes of a seed
 SIZES_S = {"quick": 0.4, "full": 20.0}
-MODES_S = 0.03                                 # and for what is called in other modes, in reverse
 A_MODEL = "a model"
 PATHS = 4                                      # calls that together give most of the arguments
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
@@ -371,14 +364,7 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                  (A_MODEL, model_sizes(op, seed, lane)),
                  *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
                     ("all lengths", square_calls(op, seed))] if lane != "quick" else ())]
-        if not kernel.jit:                     # each mode would compile for itself
-            own = [case for case in op.cases if relative_size(op, case) <= SMALL]
-            others = [case for case in (*op.stress, *(
-                case for case, _ in pair_cases(kernel, device, lane, seed).cells))
-                if relative_size(op, case) <= SMALL]
-            limit_s = MODES_S if lane == "quick" else math.inf
-            yield partial(check_modes, kernel, own, others, plain[1], MODES, device, seed, limit_s)
-            yield partial(check_in_reverse, kernel, own, device, seed, limit_s)
+        yield from mode_checks(kernel, plain[1], device, lane, seed)
         budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
                             all_others=lane != "quick" or name != A_MODEL, budget=budget)

@@ -57,6 +57,7 @@ TOKENS, THREADS, STRIDED = "other numbers of tokens", "a thread of its own", "st
 IN_INFERENCE, RECORDED = "other contents in inference mode", "other contents and gradients"
 # Sizes of which a server meets every one; what is kept for the sizes of a model is bounded by it.
 OF_TOKENS = ("rows", "tokens", "shape", "s", "sq", "lengths_q", "context", "batch", "b")
+FEWEST_NEW_TOKENS = 270
 ADDRESS_STEPS, LONG_S = 1024, 0.3              # tries; CPU time in the longer lanes
 
 
@@ -155,11 +156,11 @@ def _placed(t: Tensor, start: int) -> Tensor:
 
 
 def _other_tokens(op: Op, case: Case) -> Iterator[Case]:
-    """Yields the case with one more token in each."""
+    """Yields the case with one more token in each, of numbers that no other check has."""
     sizes = {**numbers_of(op), **case}
     name = next((n for n in OF_TOKENS if n in numbers_of(op) and sizes[n]), "")
     size = sizes.get(name)
-    for i in range(1, ADDRESS_STEPS):
+    for i in range(FEWEST_NEW_TOKENS, FEWEST_NEW_TOKENS + ADDRESS_STEPS):
         if isinstance(size, tuple):
             yield {**case, name: (size[0] + i, *size[1:])}
         elif isinstance(size, int):
@@ -270,14 +271,18 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str, la
         if ranked:
             yield partial(check_other_contents, kernel, cells[-max(ranked)[1]][0], dtype, device,
                           seed, other)
+    small = [case for case in op.cases if relative_size(op, case) <= SMALL]
+    # torch keeps something of every size of a BlockMask
+    any_tokens = not any(p.kind == "object" for p in op.params)
+    if any_tokens and not kernel.jit:
+        yield from (partial(check_other_contents, kernel, case, dtype, device, seed, TOKENS)
+                    for case in small[:lane == "quick"])
     if lane == "quick" or kernel.jit:
         return
-    small = [case for case in op.cases if relative_size(op, case) <= SMALL]
     yield from (partial(check_other_contents, kernel, case, dtype, device, seed, CONTENTS, LONG_S)
                 for case in small)
     for other in (ADDRESSES, TOKENS, THREADS, STRIDED, IN_INFERENCE, RECORDED):
-        # torch keeps something of every size of a BlockMask
         if ((other != RECORDED or (kernel.differentiable and op.differentiable))
-                and (other != TOKENS or not any(p.kind == "object" for p in op.params))):
+                and (other != TOKENS or any_tokens)):
             yield from (partial(check_other_contents, kernel, case, dtype, device, seed, other,
                                 LONG_S) for case in small[:3])

@@ -31,12 +31,12 @@ from ...kernel.contract import (
     results_of,
     upcast,
 )
-from .calls_again import is_right, is_wrong_in_few_rows, sample_failures
+from .calls_again import are_close, is_right, is_wrong_in_few_rows, sample_failures
 
 PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LIMIT_S = 4.0                                  # of CPU time for reruns
 MAX_SIZE = 4096.0                              # of a call, in those of the default one
-COUNTED_IN_16_BITS = (1 << 16, 1 << 15)
+COUNTED_IN_16_BITS, CONTEXTS = (1 << 16, 1 << 15), "context_lens"
 SEEDS = (0, 1001, 1002)                        # added to that of the case
 SEQUENCES = "the number of sequences"
 BYTES = (torch.int8, torch.uint8)
@@ -180,9 +180,24 @@ def explain_by_bits(kernel: Kernel, failed: Sequence[CaseResult],
             for bound in (b for b in COUNTED_IN_16_BITS if n > b):
                 if (reruns.all_are(False, [sized(n), sized(bound + 9)], r.dtype, r.seed, SEEDS[:2])
                         and reruns.all_are(True, [sized(bound)], r.dtype, r.seed, SEEDS[:2])):
-                    return "index overflow", (f"right where {name} is {bound}, wrong where it is "
-                                              f"{bound + 9}: {failed[0].detail}")
+                    about = f"where {name} is {bound}, wrong where it is {bound + 9}"
+                    if _is_cut(kernel, sized(bound + 9), r, device, bound):
+                        return "sizes", (f"nothing beyond {bound} is read: right {about}: "
+                                         f"{failed[0].detail}")
+                    return "index overflow", f"right {about}: {failed[0].detail}"
     return None
+
+
+def _is_cut(kernel: Kernel, case: Case, r: CaseResult, device: str, bound: int) -> bool:
+    """Is the result that of contexts of `bound` tokens at most? An index that overflows is of
+    another place."""
+    op, values = kernel.op, case_values(kernel.op, case, r.dtype, device, r.seed)
+    lengths = values.get(CONTEXTS)
+    if not isinstance(lengths, Tensor):
+        return False
+    with torch.no_grad():
+        cut = formula(op, upcast({**values, CONTEXTS: lengths.clamp(max=bound)}))
+        return are_close(op, r.dtype, results_of(call(kernel, values)), cut)
 
 
 def _longer(op: Op, case: Case) -> dict[str, Any]:

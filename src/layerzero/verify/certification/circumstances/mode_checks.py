@@ -1,0 +1,41 @@
+"""Calls in other modes of the process, each once and compared with the eager formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from ....spec.kernel import Kernel
+from ...cases.long_calls import long_calls
+from ...cases.pairs import pair_cases
+from ...cases.span_sizes import span_calls
+from ...kernel.case_sizes import relative_size
+from ...kernel.contract import SMALL, CaseResult
+from ..calls import check_in_reverse, check_modes
+from .call_circumstances import InferenceMode, OtherDefaultDtype
+from .grad_circumstances import GradMode
+
+MODES = InferenceMode(), GradMode()
+MODES_S = 0.03                                 # of CPU time in a kernel, beside those of the op
+LONG = 6                                       # calls of a few hundred that are made in any case
+
+
+def mode_checks(kernel: Kernel, dtype: str, device: str, lane: str,
+                seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the calls of the op in each mode and others in one, those of a few hundred tokens with
+    another default dtype, where what a kernel makes for its parts may have it, and all in reverse.
+    """
+    op = kernel.op
+    if kernel.jit:                             # each mode would compile for itself
+        return
+    own = [case for case in op.cases if relative_size(op, case) <= SMALL]
+    others = [case for case in (*op.stress, *(
+        case for case, _ in pair_cases(kernel, device, lane, seed).cells))
+        if relative_size(op, case) <= SMALL]
+    limit_s = MODES_S if lane == "quick" else math.inf
+    yield partial(check_modes, kernel, own, others, dtype, MODES, device, seed, limit_s)
+    long = [case for case, *_ in (*long_calls(op, lane, seed), *span_calls(op, lane, seed)[::3])]
+    yield partial(check_modes, kernel, long[:LONG], long[LONG:], dtype, (OtherDefaultDtype(),),
+                  device, seed, limit_s)
+    yield partial(check_in_reverse, kernel, own, device, seed, limit_s)

@@ -1,0 +1,124 @@
+"""Kernels that are wrong at the ends of what they divide, for numbers that are off by default, in
+what they remember of lengths or of numbers of tokens, or with another default dtype."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from broken_kernels import FAULTS, Fault, fault
+
+_BEFORE = len(FAULTS)
+
+
+@fault("varlen_attention", "alignment", "mask")
+def single_queries_take_causal_for_no_mask(right, max_seqlen_q, is_causal, **v):
+    plain = v["alibi_slopes"] is None and v["window_left"] < 0
+    return right(max_seqlen_q=max_seqlen_q, is_causal=is_causal and not (
+        plain and max_seqlen_q == 1), **v)
+
+
+@fault("mla_paged_attention", "non-finite values", "mask")
+def a_split_hidden_from_a_query_is_divided_by_zero(right, context_lens, cu_seqlens_q, is_causal,
+                                                   **v):
+    out = right(context_lens=context_lens, cu_seqlens_q=cu_seqlens_q, is_causal=is_causal, **v)
+    if not is_causal or cu_seqlens_q is None:
+        return out
+    bounds, hidden = cu_seqlens_q.tolist(), []
+    for first, last, length in zip(bounds, bounds[1:], context_lens.tolist()):
+        split = (length - 1) // 256 * 256
+        hidden += [row for row in range(first, last) if 0 < split >= length - (last - row) + 1]
+    for t in out if isinstance(out, tuple) else (out,):
+        t[hidden] = math.nan
+    return out
+
+
+@fault("mla_paged_attention", "stale cache", "state")
+class PlanOfTheSameLengths:
+    plan: Any = None
+
+    def __call__(self, right, context_lens, **v):
+        if context_lens.is_inference():
+            return right(context_lens=context_lens, **v)
+        if (self.plan is None or self.plan[0]() is not context_lens
+                or self.plan[1] != context_lens._version):
+            self.plan = weakref.ref(context_lens), context_lens._version, context_lens.clone()
+        return right(context_lens=self.plan[2], **v)
+
+
+@fault("grouped_attention", "sizes", "fault", "precision", "out of bounds")
+def chunks_are_found_by_a_reciprocal(right, key, value, items, chunk_starts, chunk_lengths, **v):
+    if chunk_starts is None or not len(items):
+        return right(key=key, value=value, items=items, chunk_starts=chunk_starts,
+                     chunk_lengths=chunk_lengths, **v)
+    rows, packed, begin = [], items.clone(), 0
+    for i, (_, _, first, count) in enumerate(items.tolist()):
+        length = int(chunk_lengths[i])
+        position = torch.arange(first, first + count)
+        chunk = torch.floor(position.float() * (torch.ones(()) / length)).long()
+        rows.append(chunk_starts[i].long()[chunk] + position % length)
+        packed[i, 2] = begin
+        begin += count
+    every = torch.cat(rows)
+    return right(key=key[every], value=value[every], items=packed, chunk_starts=None,
+                 chunk_lengths=None, **v)
+
+
+@fault("moe", "capacity", "precision")
+def places_are_counted_in_16_bits(right, x, capacity, **v):
+    counted = {torch.bfloat16: 256, torch.float16: 2048}.get(x.dtype, capacity)
+    return right(x=x, capacity=0 if capacity > counted else capacity, **v)
+
+
+@fault("merge_attention", "dtype", "precision", "global state")
+def sums_of_many_parts_in_the_default_dtype(right, outs, lses):
+    if outs.dtype == torch.float64 or outs.numel() < 1_000:
+        return right(outs=outs, lses=lses)
+    out, lse = right(outs=outs, lses=lses)
+    return out.to(torch.get_default_dtype()).to(out.dtype), lse
+
+
+@fault("linear", "leak")
+class WorkspaceForEveryNumberOfRows:
+    def __init__(self) -> None:
+        self.workspaces: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, right, x, weight, **v):
+        shape = (*x.shape[:-1], weight.shape[0])
+        if shape not in self.workspaces:
+            self.workspaces[shape] = torch.zeros(shape)
+        return right(x=x, weight=weight, **v)
+
+
+@fault("grouped_gemm", "layout", "unknown")
+def groups_follow_each_other_in_memory(right, weights, **v):
+    if weights.dim() == 3 and weights.numel() and weights.stride(2) == 1 and len(weights) > 1:
+        step = weights.shape[1] * weights.stride(1)
+        if weights.stride(0) > step:
+            weights = weights.as_strided(weights.shape, (step, *weights.stride()[1:]),
+                                         weights.storage_offset())
+    return right(weights=weights, **v)
+
+
+@fault("moe_gate", "ties")
+def equal_scores_go_to_the_lower_lane(right, logits, e_score_correction_bias, **v):
+    experts = logits.shape[-1]
+    if experts <= 32 or v["n_group"] > 1:
+        return right(logits=logits, e_score_correction_bias=e_score_correction_bias, **v)
+    lanes = torch.tensor(sorted(range(experts), key=lambda e: (e % 32, e)))
+    bias = None if e_score_correction_bias is None else e_score_correction_bias[..., lanes]
+    ids, weights = right(logits=logits[..., lanes], e_score_correction_bias=bias, **v)
+    return lanes[ids], weights
+
+
+@fault("paged_attention", "sizes", "last rows")
+def at_most_64_parts_of_512(right, context_lens, cu_seqlens_q, window_left, **v):
+    if cu_seqlens_q is None and window_left < 0:
+        context_lens = context_lens.clamp(max=64 * 512)
+    return right(context_lens=context_lens, cu_seqlens_q=cu_seqlens_q, window_left=window_left, **v)
+
+
+SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
+del FAULTS[_BEFORE:]                           # they have tests of their own

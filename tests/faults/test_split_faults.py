@@ -1,0 +1,108 @@
+"""Ends of splits, numbers that are off by default, lengths that numpy writes, caches by the number
+of tokens, another default dtype, and what such kernels are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from split_faults import SPLIT_FAULTS
+
+from layerzero.spec.kernel import Kernel
+from layerzero.verify.cases.pairs import ones_beside_arguments
+from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
+from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
+from layerzero.verify.certification.circumstances.mode_checks import mode_checks
+from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
+from layerzero.verify.certification.growth import TOKENS, check_other_contents
+from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
+from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
+from layerzero.verify.kernel.contract import check_case, load_once
+from layerzero.world import snapshot as worlds
+
+PLANTED = {fault.name: fault for fault in SPLIT_FAULTS}
+CATALOG = worlds.current().catalog.by_id
+
+
+def planted(name: str) -> Kernel:
+    return PLANTED[name].kernel()
+
+
+@pytest.mark.parametrize(("name", "calls"), [
+    ("single_queries_take_causal_for_no_mask", ones_beside_arguments),
+    ("a_split_hidden_from_a_query_is_divided_by_zero", span_calls)])
+def test_sizes_that_meet_are_called(name: str, calls) -> None:
+    kernel = planted(name)
+    results = [check_sizes(kernel, "these", calls(kernel.op, "quick", seed), "float32")
+               for seed in range(3)]
+    assert "failed" in [r.status for r in results]
+
+
+@pytest.mark.parametrize("name", ["chunks_are_found_by_a_reciprocal",
+                                  "places_are_counted_in_16_bits"])
+def test_a_case_of_the_op_meets_it(name: str) -> None:
+    kernel = planted(name)
+    assert "failed" in [check_case(kernel, case, "bfloat16").status for case in kernel.op.stress
+                        if case.keys() & {"chunks", "capacity"}]
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("torch.grouped_separate", {"chunk", "dv"}), ("torch.moe_experts", {"capacity", "offset"}),
+    ("torch.sample_sort", {"top_k"}), ("torch.rope", {"rotary"})])
+def test_numbers_that_are_off_by_default_are_sizes_too(name: str, sizes: set[str]) -> None:
+    kernel = CATALOG[name]
+    calls = optional_size_calls(kernel.op, "quick", 0)
+    given = {n: {call[n] for calls in calls for call in calls if n in call} for n in sizes}
+    assert all(len(numbers) >= 6 for numbers in given.values()), given
+    result = check_sizes(kernel, "these", calls, "float32")
+    assert result.passed, str(result)
+
+
+def test_lengths_are_written_as_numpy_writes_them() -> None:
+    kernel = planted("planofthesamelengths")
+    assert check_case(kernel, {}, "float32").passed
+    changed = ChangedInPart("context_lens")
+    assert check_case(kernel, {}, "float32", circumstance=changed).status == "failed"
+    assert check_case(CATALOG["torch.mla_paged_matmul"], {}, "float32",
+                      circumstance=changed).passed
+
+
+def test_another_default_dtype_beside_a_few_hundred() -> None:
+    kernel = planted("sums_of_many_parts_in_the_default_dtype")
+    results = [check() for check in mode_checks(kernel, "float32", "cpu", "quick", 0)]
+    assert [r for r in results if r.status == "failed"
+            and "set_default_dtype" in r.circumstance]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_workspace_for_every_number_of_rows_is_a_leak() -> None:
+    kernel = planted("workspaceforeverynumberofrows")
+    for rows in range(1, 260):                 # as many as other checks have called by then
+        load_once(kernel)(torch.ones(rows, 64), torch.ones(48, 64))
+    found = check_other_contents(kernel, {}, "float32", other=TOKENS, limit_s=5.0)
+    assert found.kinds == ("leak",), str(found)
+
+
+def test_every_other_part_of_a_stack() -> None:
+    kernel = planted("groups_follow_each_other_in_memory")
+    assert check_case(kernel, {}, "float32").passed
+    spaced = OtherLayout("weights", "spaced")
+    assert check_case(kernel, {}, "float32", circumstance=spaced).status == "failed"
+
+
+def test_ties_of_16_bits_are_named() -> None:
+    kernel = planted("equal_scores_go_to_the_lower_lane")
+    failed = [r for seed in range(8)
+              if (r := check_case(kernel, {"experts": 64}, "bfloat16", seed=seed)).status
+              == "failed"]
+    kind, _ = explain_by_boundaries(kernel, failed, "cpu") or ("", "")
+    assert kind == "ties"
+
+
+def test_a_context_that_is_cut_is_no_overflow() -> None:
+    kernel = planted("at_most_64_parts_of_512")
+    case = {"context": (33_000,), "page_size": 64, "hq": 1, "hkv": 1, "d": 8}
+    failed = check_case(kernel, case, "float32")
+    assert failed.status == "failed"
+    kind, says = explain_by_bits(kernel, [failed], "cpu") or ("", "")
+    assert kind == "sizes" and "nothing beyond 32768 is read" in says

@@ -11,21 +11,33 @@ from ...cases.long_calls import long_calls
 from ...cases.pairs import pair_cases
 from ...cases.span_sizes import span_calls
 from ...kernel.case_sizes import relative_size
-from ...kernel.contract import SMALL, CaseResult
+from ...kernel.contract import SMALL, CaseResult, check_case
 from ..calls import check_in_reverse, check_modes
-from .call_circumstances import InferenceMode, OtherDefaultDtype
-from .grad_circumstances import GradMode
+from .argument_circumstances import AllStrided
+from .call_circumstances import (
+    AfterAnotherCall,
+    ChangedInPlace,
+    InferenceMode,
+    OtherDefaultDtype,
+    OtherThreadCount,
+    ReusedMemory,
+)
+from .grad_circumstances import GradMode, RecordingGradients
 
 MODES = InferenceMode(), GradMode()
 MODES_S = 0.03                                 # of CPU time in a kernel, beside those of the op
+# What a way of its own for a few hundred tokens may get wrong alone, in turn.
+OF_LONG_CALLS = (AllStrided("sparse"), ChangedInPlace(), OtherThreadCount(3),
+                 AllStrided("transposed part"), ReusedMemory(), RecordingGradients(),
+                 AfterAnotherCall(), AllStrided("offset"))
 LONG = 6                                       # calls of a few hundred that are made in any case
 
 
 def mode_checks(kernel: Kernel, dtype: str, device: str, lane: str,
                 seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields the calls of the op in each mode and others in one, those of a few hundred tokens with
-    another default dtype, where what a kernel makes for its parts may have it, and all in reverse.
-    """
+    """Yields the calls of the op in each mode and others in one, all in reverse, and those of a few
+    hundred tokens with another default dtype, which what a kernel makes for its parts may have, and
+    strided, changed or after another call."""
     op = kernel.op
     if kernel.jit:                             # each mode would compile for itself
         return
@@ -39,3 +51,6 @@ def mode_checks(kernel: Kernel, dtype: str, device: str, lane: str,
     yield partial(check_modes, kernel, long[:LONG], long[LONG:], dtype, (OtherDefaultDtype(),),
                   device, seed, limit_s)
     yield partial(check_in_reverse, kernel, own, device, seed, limit_s)
+    yield from (partial(check_case, kernel, case, dtype, device, seed,
+                        OF_LONG_CALLS[(i + LONG * seed) % len(OF_LONG_CALLS)])
+                for i, case in enumerate(long[:LONG] if lane == "quick" else long))

@@ -145,7 +145,7 @@ CASES: tuple[dict[str, Any], ...] = (
      "scale_dtype": "float16"},
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
     *({"format": f, "rows": (2,), "width": 512, "small": True} for f in ("q4_0", "q8_0", "q4_k")),
-    *({"format": f, "small": True, "out_dtype": "float16"} for f in ("int8", "fp8_e4m3")),
+    *({"format": f, "small": True, "out_dtype": "float16"} for f in ("int8", "fp8_e4m3", "nvfp4")),
     # a dtype that is not that of the other cases of a run
     {"out_dtype": "bfloat16"}, {"format": "int4", "symmetric": False, "out_dtype": "float16"},
     {"format": "nvfp4", "width": 37, "rows": (2, 3), "out_dtype": "float32"},

@@ -152,6 +152,8 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"context": (1_037, 3), "page_size": 4, "heads": 2, "ckv": 8, "kpe": 4},
     {"context": (8_269,), "page_size": 64, "heads": 2, "ckv": 8, "kpe": 4},
     {"context": (9, 70), "page_size": 1, "large_pool": True, "heads": 2, "ckv": 8, "kpe": 4},
+    # as many heads as in the models, which fill several tiles
+    {"heads": 128, "lengths_q": (3, 1), "context": (70, 9), "ckv": 16, "kpe": 8},
     {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)},
     {"lengths_q": (3, 0, 9), "causal": False})
 

@@ -232,6 +232,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"context": (1_037, 3), "page_size": 4, "hq": 2, "hkv": 1, "d": 8},
     {"context": (8_269,), "page_size": 64, "hq": 2, "hkv": 1, "d": 8},
     {"context": (9, 70), "page_size": 1, "large_pool": True, "hq": 2, "hkv": 1, "d": 8},
+    {"hq": 128, "hkv": 8, "lengths_q": (3, 1), "context": (70, 9), "d": 16},
     {"context": (16, 32, 48)}, {"context": (15, 33, 1)}, {"page_size": 5, "context": (21, 4, 5)},
     {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3},
     {"context": (33,) * 9, "order": "neighbours"},

@@ -16,8 +16,8 @@ Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 def most_tensors_first(op: Op, cells: Iterator[Cell],
                        device: str, seed: int) -> list[tuple[frozenset[tuple[str, str]], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names, dtypes and
-    ranks of those; last come cells whose main tensor has a dimension of one or short rows. Strided
-    or empty ones are left out."""
+    ranks of those; last come cells whose main tensor has a dimension of one or short rows, or with
+    a tensor of one element. Strided or empty ones are left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[tuple[str, str]], Cell]] = []
     for cell in cells:
         tensors = case_tensors(op, cell[0], cell[1], device, seed)
@@ -26,6 +26,7 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
             flat = (main is None or (min(main.shape) < 2 or main.shape[-1] < 16  # no vectors
                                      if main.dim() > 1 else
                                      main.numel() < 2 or _has_few_results(op, cell, seed)))
+            flat = flat or any(t.dim() and t.numel() < 2 for t in tensors.values())
             ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
                            len(ranked), frozenset((n, f"{t.dtype} {t.dim()}")
                                                   for n, t in tensors.items()), cell))

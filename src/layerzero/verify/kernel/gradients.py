@@ -43,7 +43,13 @@ from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layo
 from .judging import ROUNDINGS, judge_result
 from .output_grads import SCALES, draw_output_grads
 from .process_state import COMPILING, ONCE, process_state, put_back
-from .results import Complaint, find_aliasing, find_wrong_shapes, storage_address
+from .results import (
+    Complaint,
+    find_aliasing,
+    find_wrong_shapes,
+    outlives_its_caller,
+    storage_address,
+)
 from .shared import compute_once, fingerprint
 from .state_changes import changed_by_formula
 
@@ -166,9 +172,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
                detail: str = "",
                errors: Errors = (0.0, 0.0, 0.0)) -> CaseResult:
-        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), *errors, detail
-                          or "; ".join(
-            c.text for c in complaints), circumstance, seed,
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), *errors,
+                          detail or "; ".join(c.text for c in complaints), circumstance, seed,
                           tuple(dict.fromkeys(c.kind for c in complaints)))
 
     if not kernel.differentiable:              # selection never picks it for such a call
@@ -225,6 +230,9 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         changed -= set(changed_by_formula(op, values, device))
     complaints += [Complaint("global state", f"{name} changed during forward and backward")
                    for name in sorted(changed)]
+    if len(layouts) > 1 and not kernel.jit and outlives_its_caller(
+            lambda: results_of(call(kernel, values))):
+        complaints.append(Complaint("leak", "a result outlives its caller"))
     complaints += _shared_gradients(runs[0], runs[1], values, results, output_grads)
     worst: Errors = (0.0, 0.0, 0.0)
     compared = ([r.detach() for r in results],) * 2

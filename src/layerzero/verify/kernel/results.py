@@ -5,7 +5,8 @@ else holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +62,13 @@ def find_aliasing(runs: Sequence[tuple[Any, ...]],
                 yield Complaint("aliasing", f"result {i} shares memory with result {j}")
         if t.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
             yield Complaint("aliasing", f"result {i} has several indices for one element of memory")
+
+
+def outlives_its_caller(run: Callable[[], Sequence[Any]]) -> bool:
+    """Is a result that nobody refers to any more kept, as by its own node of the graph? Python
+    collects such a circle some time, and knows nothing of how much memory that is."""
+    kept = [weakref.ref(r) for r in run() if isinstance(r, Tensor)]
+    return any(result() is not None for result in kept)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -149,6 +157,8 @@ def compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...],
     if others[0] & given or any(others[0] & lists for lists in others[1:]):
         yield Complaint("aliasing", "a list of the result is that of " + (
             "an argument" if others[0] & given else "another call's"))
+    if len(others[0]) < len([*_lists_in(got[0])]):
+        yield Complaint("aliasing", "one list stands in two places of the result")
     differing = next((g for g in got if g != want), None)
     if differing is not None:
         i = next((i for i, (g, w) in enumerate(zip(differing, want)) if g != w), 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ....spec.kernel import Kernel
+from ...cases.drawn_sizes import allowed_facts
 from ...cases.long_calls import long_calls
 from ...cases.pairs import pair_cases
 from ...cases.span_sizes import span_calls
@@ -47,7 +48,10 @@ def mode_checks(kernel: Kernel, dtype: str, device: str, lane: str,
         if relative_size(op, case) <= SMALL]
     limit_s = MODES_S if lane == "quick" else math.inf
     yield partial(check_modes, kernel, own, others, dtype, MODES, device, seed, limit_s)
-    long = [case for case, *_ in (*long_calls(op, lane, seed), *span_calls(op, lane, seed)[::3])]
+    groups = *long_calls(op, lane, seed), *span_calls(op, lane, seed)[::3]
+    allowed = (next((case for case in group if allowed_facts(op, case, dtype, seed) is not None),
+                    None) for group in groups)
+    long = [case for case in allowed if case is not None]
     yield partial(check_modes, kernel, long[:LONG], long[LONG:], dtype, (OtherDefaultDtype(),),
                   device, seed, limit_s)
     yield partial(check_in_reverse, kernel, own, device, seed, limit_s)

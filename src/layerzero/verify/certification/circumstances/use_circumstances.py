@@ -179,6 +179,10 @@ def after_inference_checks(kernel: Kernel, device: str, lane: str,
                  *((case, seed) for case in _new_sizes(op, lane, seed)))
         yield from (partial(check_after_inference, kernel, case, op.dtypes[0], device, at)
                     for case, at in cases)
+        # weights of 16 bits may be kept in 32
+        yield from (partial(check_after_inference, kernel, case, "bfloat16", device,
+                            seed + NEW_CONTENTS)
+                    for case in gradient_cases(op)[:1] if "bfloat16" in op.dtypes)
 
 
 def _new_sizes(op: Op, lane: str, seed: int) -> list[Case]:

@@ -120,5 +120,57 @@ def at_most_64_parts_of_512(right, context_lens, cu_seqlens_q, window_left, **v)
     return right(context_lens=context_lens, cu_seqlens_q=cu_seqlens_q, window_left=window_left, **v)
 
 
+@fault("grouped_gemm", "layout", "out of bounds")
+def sizes_are_read_without_their_stride(right, x, group_sizes, **v):
+    if group_sizes is not None and len(group_sizes) > 1 and group_sizes.stride(0) > 1:
+        read = group_sizes.as_strided(group_sizes.shape, (1,), group_sizes.storage_offset())
+        ends = read.clamp(min=0).long().cumsum(0).clamp(max=len(x))
+        group_sizes = torch.diff(ends, prepend=ends.new_zeros(1)).to(group_sizes.dtype)
+    return right(x=x, group_sizes=group_sizes, **v)
+
+
+class _KeepsItsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.out = torch.relu(x @ weight.T)
+        return ctx.out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.masked_fill(ctx.out.detach() <= 0, 0.0)
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+@fault("linear", "leak")
+def its_node_keeps_an_output(right, x, weight, bias=None, activation=None):
+    plain = activation == "relu" and bias is None and x.dtype == weight.dtype and x.dim() > 1
+    if plain and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _KeepsItsOutput.apply(x, weight)
+    return right(x, weight, bias, activation)
+
+
+@fault("tokenize", "aliasing", "result")
+def equal_texts_share_a_list(right, text, **v):
+    out = right(text=text, **v)
+    first: dict[str, int] = {}
+    for i, one in enumerate(text if isinstance(text, list) else ()):
+        out.ids[i] = out.ids[first.setdefault(one, i)]
+    return out
+
+
+@fault("causal_conv1d", "mode", "state")
+class WideWeightsOfInferenceMode:
+    kept: Any = None
+
+    def __call__(self, right, weight, **v):
+        if weight.dtype != torch.bfloat16 or weight.requires_grad or weight.is_inference():
+            return right(weight=weight, **v)
+        if self.kept is None or self.kept[0]() is not weight or self.kept[1] != weight._version:
+            self.kept = weakref.ref(weight), weight._version, weight.detach().float()
+        return right(weight=self.kept[2], **v)
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -8,16 +8,19 @@ import torch
 from split_faults import SPLIT_FAULTS
 
 from layerzero.spec.kernel import Kernel
+from layerzero.verify.cases.chosen_cells import most_tensors_first
 from layerzero.verify.cases.pairs import ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.circumstances.mode_checks import mode_checks
 from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
+from layerzero.verify.certification.circumstances.use_circumstances import after_inference_checks
 from layerzero.verify.certification.growth import TOKENS, check_other_contents
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
 from layerzero.verify.kernel.contract import check_case, load_once
+from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.world import snapshot as worlds
 
 PLANTED = {fault.name: fault for fault in SPLIT_FAULTS}
@@ -106,3 +109,35 @@ def test_a_context_that_is_cut_is_no_overflow() -> None:
     assert failed.status == "failed"
     kind, says = explain_by_bits(kernel, [failed], "cpu") or ("", "")
     assert kind == "sizes" and "nothing beyond 32768 is read" in says
+
+
+def test_of_a_tensor_that_few_cases_give_more_than_one_element_is_strided() -> None:
+    kernel = planted("sizes_are_read_without_their_stride")
+    cells = iter([({"sizes": (7,)}, "float32"), ({"sizes": (3, 4)}, "float32")])
+    assert most_tensors_first(kernel.op, cells, "cpu", 0)[0][1][0] == {"sizes": (3, 4)}
+    strided = OtherLayout("group_sizes", "sparse")
+    assert check_case(kernel, {}, "float32", circumstance=strided).status == "failed"
+
+
+def test_an_output_that_its_own_node_keeps() -> None:
+    kernel, case = planted("its_node_keeps_an_output"), {"activation": "relu", "bias": False}
+    assert "leak" in check_gradients(kernel, case, "float32").kinds
+    assert check_gradients(CATALOG["torch.linear"], case, "float32").passed
+
+
+def test_equal_texts_have_lists_of_their_own() -> None:
+    kernel, case = planted("equal_texts_share_a_list"), {"text": (1, 2, 1)}
+    assert check_case(kernel, case, "float32").kinds == ("aliasing",)
+    assert check_case(CATALOG["reference.tokenize"], case, "float32").passed
+
+
+def test_what_16_bit_weights_become_in_inference_mode() -> None:
+    failed = [r for check in after_inference_checks(planted("wideweightsofinferencemode"), "cpu",
+                                                    "quick", 0) if (r := check()).kinds]
+    assert {r.dtype for r in failed} == {"bfloat16"} and {r.kinds for r in failed} == {("mode",)}
+
+
+def test_long_calls_are_such_as_the_contract_allows() -> None:
+    kernel = CATALOG["torch.dequantize"]       # a width that is no multiple of a format's block
+    results = [check() for check in mode_checks(kernel, "float32", "cpu", "full", 0)]
+    assert not [str(r) for r in results if r.status == "failed"]

@@ -64,7 +64,7 @@ ONES = {"quick": 220, "full": 2000, "stress": 2000}
 _LEFT_OUT = ("extreme", "stride", "memory")    # of which other checks have every one
 FLOATS = ("float32", "bfloat16")
 # sizes, and the dtype, by another name: in cases of their own
-_APART = ("large_pool", "long_table", "far", "out_dtype")
+_APART = ("large_pool", "long_table", "far", "out_dtype", "chunks")
 
 
 class PairCases(NamedTuple):

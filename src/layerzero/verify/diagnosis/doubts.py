@@ -46,6 +46,7 @@ WIDE = ("float32", "float64")
 MANY_SEEDS = tuple(range(2001, 2013))          # with which a wrong draw is not right by chance
 SLIGHT = 4                                     # times what a gradient may be wrong by
 LARGE = 1000                                   # of a size, beyond which indices may not fit
+A_ROUNDING = 2 * UNITS["bfloat16"]             # of the largest number
 
 
 def doubt_about(kind: str, kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -217,6 +218,20 @@ def _about_precision(kernel: Kernel, failed: Sequence[CaseResult], device: str) 
     wide = [r for r in failed if r.dtype in WIDE and not r.circumstance]
     return ("its errors are the same with numbers that differ a little"
             if wide and errors_come_again(kernel, wide, device) else "")
+
+
+def _about_scale(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """Another scale, or one left out, shows by more than what 16 bits make of it."""
+    sample = sample_failures([r for r in failed if not r.circumstance and r.dtype in WIDE], 3)
+    for r in sample:
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        with torch.no_grad():
+            pairs = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+            if any(float((out.double() - want).abs().max()) > A_ROUNDING * float(want.abs().max())
+                   for out, want in pairs if isinstance(out, Tensor)
+                   and want.is_floating_point() and want.numel()):
+                return ""
+    return "it is off by no more than a number rounded to 16 bits" if sample else ""
 
 
 def _about_overflow(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
@@ -391,5 +406,6 @@ def _by_form_of_draws(reruns: Reruns, r: CaseResult, device: str) -> str:
 
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
     "sizes": _about_sizes, "precision": _about_precision, "mask": _about_mask,
-    "overflow": _about_overflow, "threads": _about_threads, "gradient": _about_gradient,
+    "overflow": _about_overflow, "scale": _about_scale, "threads": _about_threads,
+    "gradient": _about_gradient,
     "distribution": _about_distribution, "invariance": _about_invariance, "ties": _about_ties}

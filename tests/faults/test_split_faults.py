@@ -13,6 +13,7 @@ from layerzero.verify.cases.pairs import ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
+from layerzero.verify.certification.circumstances.call_circumstances import Expanded
 from layerzero.verify.certification.circumstances.mode_checks import mode_checks
 from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
 from layerzero.verify.certification.circumstances.use_circumstances import after_inference_checks
@@ -141,3 +142,12 @@ def test_long_calls_are_such_as_the_contract_allows() -> None:
     kernel = CATALOG["torch.dequantize"]       # a width that is no multiple of a format's block
     results = [check() for check in mode_checks(kernel, "float32", "cpu", "full", 0)]
     assert not [str(r) for r in results if r.status == "failed"]
+
+
+def test_grouped_mm_takes_expanded_weights() -> None:
+    kernel = CATALOG["torch.grouped_mm"]
+    results = [check_case(kernel, {"transposed": True}, "bfloat16",
+                          circumstance=Expanded("weights", dim)) for dim in (0, 1)]
+    if all(r.reasons for r in results):
+        pytest.skip(str(results[0]))           # torch before 2.9 has none
+    assert [r.status for r in results] == ["passed", "passed"]

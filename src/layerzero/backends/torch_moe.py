@@ -69,6 +69,10 @@ def _grouped_mm() -> Callable[..., Any]:
             # checked on the CPU only: a GPU would be synchronised
             read_group_ends(x, group_sizes, offsets)
         ends = _group_ends(group_sizes, offsets)
+        # expanded ones have a stride of 0, which it refuses
+        rows = weights if weights.stride(-1) == 1 else weights.mT
+        if rows.stride(-1) != 1 or rows.stride(-2) < rows.shape[-1]:
+            weights = weights.contiguous()
         out = product(x, weights, ends)
         past = torch.arange(len(x), device=x.device) >= ends[-1]
         return out.masked_fill_(past[:, None], 0.0)  # type: ignore[no-any-return]

@@ -18,11 +18,13 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import Any
 
+import torch
+
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..kernel.case_sizes import relative_size
-from ..kernel.contract import case_outline, case_refusals, case_values_to_read
+from ..kernel.contract import case_outline, case_refusals, case_tensors, case_values_to_read
 from ..kernel.shared import compute_once
 from .drawn_sizes import consistent, counts_of, lists_of_lengths, shares, sizes_of
 from .generated import Case, affects_result, given_arguments
@@ -196,6 +198,22 @@ def _is_effective(op: Op, case: Case, dtype: str, seed: int, name: str) -> bool:
     key = ("effective", repr(case), dtype, seed, name)
     return bool(compute_once(op, key, lambda: affects_result(
         op, case_values_to_read(op, case, dtype, seed=seed), name)))
+
+
+def wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[tuple[Case, str]]:
+    """Returns some of the calls with several arguments in float64, of which an argument may have
+    been computed in less; where one is given in less it must be."""
+    op, cells = kernel.op, pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
+
+    def is_wide(case: Case) -> bool:
+        try:
+            tensors = case_tensors(op, case, "float64", device, seed).values()
+        except FAULTS:                         # a generator may have no float64
+            return False
+        return {t.dtype for t in tensors if t.is_floating_point()} == {torch.float64}
+
+    return [(case, "float64") for case, _ in cells if "float64" in op.tolerance.by_dtype
+            and "extreme" not in case and is_wide(case)]
 
 
 # Without tensors.

@@ -10,14 +10,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-
 from ...machine import hardware
-from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.chosen_cells import Cell, largest, most_tensors_first, smallest
-from ..cases.covering import cells_without_tensors, effective_cells, sized_combinations
+from ..cases.covering import (
+    cells_without_tensors,
+    effective_cells,
+    sized_combinations,
+    wide_cells,
+)
 from ..cases.generated import (
     Case,
     case_key,
@@ -27,6 +29,7 @@ from ..cases.generated import (
     is_costly,
     is_degenerate,
     own_keys,
+    relative_cost,
     with_few_items,
     with_small_sizes,
 )
@@ -359,36 +362,40 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":
-        sizes = [*residues(op, lane, seed), ("each case", case_by_case_sizes(op, lane, seed)),
-                 ("tiles beside arguments", sized_combinations(kernel, device, lane, seed)),
-                 (A_MODEL, model_sizes(op, seed, lane)),
-                 *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
-                    ("all lengths", square_calls(op, seed))] if lane != "quick" else ())]
         yield from mode_checks(kernel, plain[1], device, lane, seed)
-        budget = Budget(SIZES_S.get(lane, math.inf), len(sizes))
-        yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed,
-                            all_others=lane != "quick" or name != A_MODEL, budget=budget)
-                    for name, cases in sizes)
+        narrow = next((d for d in ("bfloat16", "float16") if d != plain[1] and any(
+            c[1] == d and _accepts(kernel, c, device, seed) for c in cells)), "")
+        yield from _size_checks(kernel, plain[1], narrow, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in (*pair_cases(kernel, device, lane, seed).cells,
                                         *effective_cells(kernel, device, lane, seed),
-                                        *_wide_cells(kernel, device, lane, seed)))
+                                        *wide_cells(kernel, device, lane, seed)))
 
 
-def _wide_cells(kernel: Kernel, device: str, lane: str, seed: int) -> list[Cell]:
-    """Returns some of the calls with several arguments in float64, of which an argument may have
-    been computed in less; where one is given in less it must be."""
-    op, cells = kernel.op, pair_cases(kernel, device, lane, seed).cells[seed % 3::3]
-
-    def is_wide(case: Case) -> bool:
-        try:
-            tensors = case_tensors(op, case, "float64", device, seed).values()
-        except FAULTS:                         # a generator may have no float64
-            return False
-        return {t.dtype for t in tensors if t.is_floating_point()} == {torch.float64}
-
-    return [(case, "float64") for case, _ in cells if "float64" in op.tolerance.by_dtype
-            and "extreme" not in case and is_wide(case)]
+def _size_checks(kernel: Kernel, dtype: str, narrow: str, device: str, lane: str,
+                 seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the calls of many sizes, which are compared with the eager formula alone: a quarter of
+    them in the `narrow` dtype, for which many kernels have tiles of their own; beyond the quick
+    lane half of them in both."""
+    op, quick = kernel.op, lane == "quick"
+    sizes = [*residues(op, lane, seed), ("each case", case_by_case_sizes(op, lane, seed)),
+             ("tiles beside arguments", sized_combinations(kernel, device, lane, seed)),
+             (A_MODEL, model_sizes(op, seed, lane)),
+             *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
+                ("all lengths", square_calls(op, seed))] if not quick else ())]
+    apart: list[tuple[str, Sequence[Sequence[Case]], str]] = []
+    for name, cases in sizes:
+        part = 4 if quick else 2
+        some = {i: group for i, group in enumerate(cases) if narrow and (i + seed) % part == 0
+                and (relative_cost(op, group[0]) or math.inf) <= HALF_FLOPS}
+        apart.append((name, [group for i, group in enumerate(cases) if not quick or i not in some],
+                      dtype))
+        if some:
+            apart.append((name, list(some.values()), narrow))
+    budget = Budget(SIZES_S.get(lane, math.inf), len(apart))
+    yield from (partial(check_sizes, kernel, name, cases, of, device, seed,
+                        all_others=not quick or name != A_MODEL, budget=budget)
+                for name, cases, of in apart)
 
 
 def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,

@@ -8,11 +8,13 @@ import gc
 import itertools
 import operator
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ from ..kernel.contract import (
 from ..kernel.gradients import requiring_grad
 from ..kernel.guarded import with_layout
 from ..kernel.process_state import find_leak, memory_in_use
-from .calls import passes_extra_check, result_of
+from .calls import check_many_calls, passes_extra_check, result_of
 from .circumstances.argument_circumstances import BOUNDS, STEPPED
 
 Case = Mapping[str, Any]
@@ -57,7 +59,7 @@ TOKENS, THREADS, STRIDED = "other numbers of tokens", "a thread of its own", "st
 IN_INFERENCE, RECORDED = "other contents in inference mode", "other contents and gradients"
 # Sizes of which a server meets every one; what is kept for the sizes of a model is bounded by it.
 OF_TOKENS = ("rows", "tokens", "shape", "s", "sq", "lengths_q", "context", "batch", "b")
-FEWEST_NEW_TOKENS = 270
+FEWEST_NEW_TOKENS, CASE_ROUNDS, CALLS_OF_A_SUSPECT = 270, 4, 300
 ADDRESS_STEPS, LONG_S = 1024, 0.3              # tries; CPU time in the longer lanes
 
 
@@ -246,6 +248,44 @@ def _find_growth(calls: _Calls, rounds: Sequence[int], limit_s: float) -> str:
             if len(counts) > len(rounds) else "")
 
 
+def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, device: str = "cpu",
+                         seed: int = 0) -> CaseResult:
+    """Calls all of these cases round by round: what is left behind beside one argument alone. The
+    case that leaves something is then asked for hundreds of calls."""
+    op, name = kernel.op, f"{len(cases)} cases, round by round"
+    calls: list[tuple[Callable[..., Any], list[Any], Case]] = []
+    for case in cases:
+        values = case_values(op, case, dtype, device, seed)
+        if (not any(isinstance(v, torch.Generator) for v in values.values())
+                and not case_refusals(kernel, case, dtype, device, seed)):
+            calls.append((bind_call(kernel, values), [values[p.name] for p in op.params], case))
+
+    def grows(some: Sequence[tuple[Callable[..., Any], list[Any], Case]], times: int) -> bool:
+        counts = [0] * (CASE_ROUNDS + 1)       # its own numbers are objects too
+        for i in range(CASE_ROUNDS + 1):
+            counts[i] = sys.getallocatedblocks()
+            for function, arguments, _ in some:
+                for _ in range(times):
+                    function(*arguments)
+        return all(b - a >= KEPT_FOR_EACH * times for a, b in pairwise(counts[1:]))
+
+    collecting = gc.isenabled()
+    try:
+        with torch.no_grad():
+            gc.disable()
+            suspects = ([c for c in calls if grows([c], 8)] if calls and grows(calls, 2) else [])
+    except FAULTS as e:                        # the cases have checks of their own
+        return result_of(kernel, {}, dtype, name, seed, "skipped",
+                         detail=str(reason_of(e, classify(e))))
+    finally:
+        if collecting:
+            gc.enable()
+    found = (check_many_calls(kernel, case, dtype, device, seed, CALLS_OF_A_SUSPECT)
+             for _, _, case in suspects)
+    return next((r for r in found if r.status == "failed"),
+                result_of(kernel, {}, dtype, name, seed, "passed" if calls else "skipped"))
+
+
 def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: (v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for n, v in values.items()}
 
@@ -277,6 +317,8 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str, la
     if any_tokens and not kernel.jit:
         yield from (partial(check_other_contents, kernel, case, dtype, device, seed, TOKENS)
                     for case in small[:lane == "quick"])
+    if not kernel.jit:
+        yield partial(check_leaks_of_cases, kernel, small, dtype, device, seed)
     if lane == "quick" or kernel.jit:
         return
     yield from (partial(check_other_contents, kernel, case, dtype, device, seed, CONTENTS, LONG_S)

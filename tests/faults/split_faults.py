@@ -172,5 +172,33 @@ class WideWeightsOfInferenceMode:
         return right(weight=self.kept[2], **v)
 
 
+@fault("rms_norm", "last rows", "sizes")
+def wide_rows_of_16_bits_lose_their_tail(right, x, weight=None, eps=1e-6, offset=0.0):
+    out = right(x, weight, eps, offset=offset)
+    n = x.shape[-1] if x.dim() else 0
+    if x.dtype == torch.bfloat16 and n > 64 and n % 64:
+        out[..., n // 64 * 64:] = 0
+    return out
+
+
+@fault("mla_paged_attention", "leak")
+class KeepsNarrowedTables:
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, right, block_table, **v):
+        if block_table.dtype == torch.int64:
+            self.kept.append(block_table.int())
+        return right(block_table=block_table, **v)
+
+
+@fault("rms_norm", "in-place change", "aliasing")
+def long_rows_are_scaled_where_they_are(right, x, weight=None, eps=1e-6, offset=0.0):
+    out = right(x, weight, eps, offset=offset)
+    if x.dim() < 2 or x.shape[-1] <= 100 or torch.is_grad_enabled() or x.is_inference():
+        return out
+    return x.copy_(out)
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

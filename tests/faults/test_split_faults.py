@@ -12,12 +12,17 @@ from layerzero.verify.cases.chosen_cells import most_tensors_first
 from layerzero.verify.cases.pairs import ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.certification.checks import size_checks
 from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.circumstances.call_circumstances import Expanded
 from layerzero.verify.certification.circumstances.mode_checks import mode_checks
 from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
 from layerzero.verify.certification.circumstances.use_circumstances import after_inference_checks
-from layerzero.verify.certification.growth import TOKENS, check_other_contents
+from layerzero.verify.certification.growth import (
+    TOKENS,
+    check_leaks_of_cases,
+    check_other_contents,
+)
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
 from layerzero.verify.kernel.contract import check_case, load_once
@@ -151,3 +156,23 @@ def test_grouped_mm_takes_expanded_weights() -> None:
     if all(r.reasons for r in results):
         pytest.skip(str(results[0]))           # torch before 2.9 has none
     assert [r.status for r in results] == ["passed", "passed"]
+
+
+def test_sizes_are_called_in_16_bits_too() -> None:
+    kernel = planted("wide_rows_of_16_bits_lose_their_tail")
+    results = [check() for check in size_checks(kernel, "float32", "bfloat16", "cpu", "quick", 0)]
+    assert {r.dtype for r in results if r.status == "failed"} == {"bfloat16"}
+
+
+def test_what_one_argument_leaves_behind() -> None:
+    kernel = planted("keepsnarrowedtables")
+    found = check_leaks_of_cases(kernel, kernel.op.cases[:8], "float32")
+    assert found.kinds == ("leak",) and found.case == {"heads": 1, "table": "int64"}, str(found)
+    sound = CATALOG["torch.mla_paged_matmul"]
+    assert check_leaks_of_cases(sound, sound.op.cases[:8], "float32").passed
+
+
+def test_no_call_of_many_sizes_returns_its_input() -> None:
+    kernel = planted("long_rows_are_scaled_where_they_are")
+    found = check_sizes(kernel, "these", [[{"hidden": 100}], [{"hidden": 101}]], "float32")
+    assert {"in-place change"} <= set(found.kinds), str(found)

@@ -365,14 +365,14 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
         yield from mode_checks(kernel, plain[1], device, lane, seed)
         narrow = next((d for d in ("bfloat16", "float16") if d != plain[1] and any(
             c[1] == d and _accepts(kernel, c, device, seed) for c in cells)), "")
-        yield from _size_checks(kernel, plain[1], narrow, device, lane, seed)
+        yield from size_checks(kernel, plain[1], narrow, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in (*pair_cases(kernel, device, lane, seed).cells,
                                         *effective_cells(kernel, device, lane, seed),
                                         *wide_cells(kernel, device, lane, seed)))
 
 
-def _size_checks(kernel: Kernel, dtype: str, narrow: str, device: str, lane: str,
+def size_checks(kernel: Kernel, dtype: str, narrow: str, device: str, lane: str,
                  seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields the calls of many sizes, which are compared with the eager formula alone: a quarter of
     them in the `narrow` dtype, for which many kernels have tiles of their own; beyond the quick

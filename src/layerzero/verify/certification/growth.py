@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import operator
 import random
 import sys
@@ -59,7 +60,7 @@ TOKENS, THREADS, STRIDED = "other numbers of tokens", "a thread of its own", "st
 IN_INFERENCE, RECORDED = "other contents in inference mode", "other contents and gradients"
 # Sizes of which a server meets every one; what is kept for the sizes of a model is bounded by it.
 OF_TOKENS = ("rows", "tokens", "shape", "s", "sq", "lengths_q", "context", "batch", "b")
-FEWEST_NEW_TOKENS, CASE_ROUNDS, CALLS_OF_A_SUSPECT = 270, 4, 300
+FEWEST_NEW_TOKENS, CASE_ROUNDS, SUSPECTS, CALLS_OF_A_SUSPECT = 270, 4, 3, 300
 ADDRESS_STEPS, LONG_S = 1024, 0.3              # tries; CPU time in the longer lanes
 
 
@@ -249,39 +250,48 @@ def _find_growth(calls: _Calls, rounds: Sequence[int], limit_s: float) -> str:
 
 
 def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, device: str = "cpu",
-                         seed: int = 0) -> CaseResult:
-    """Calls all of these cases round by round: what is left behind beside one argument alone. The
-    case that leaves something is then asked for hundreds of calls."""
-    op, name = kernel.op, f"{len(cases)} cases, round by round"
+                         seed: int = 0, limit_s: float = math.inf) -> CaseResult:
+    """Calls these cases round by round, as many as one call of each takes `limit_s` of CPU time:
+    what is left behind beside one argument alone. The case that leaves something is then asked for
+    hundreds of calls."""
+    op, name, spent = kernel.op, "cases round by round", 0.0
     calls: list[tuple[Callable[..., Any], list[Any], Case]] = []
-    for case in cases:
-        values = case_values(op, case, dtype, device, seed)
-        if (not any(isinstance(v, torch.Generator) for v in values.values())
-                and not case_refusals(kernel, case, dtype, device, seed)):
-            calls.append((bind_call(kernel, values), [values[p.name] for p in op.params], case))
 
     def grows(some: Sequence[tuple[Callable[..., Any], list[Any], Case]], times: int) -> bool:
         counts = [0] * (CASE_ROUNDS + 1)       # its own numbers are objects too
         for i in range(CASE_ROUNDS + 1):
+            gc.collect()                       # a circle of each call is no leak
             counts[i] = sys.getallocatedblocks()
             for function, arguments, _ in some:
                 for _ in range(times):
                     function(*arguments)
-        return all(b - a >= KEPT_FOR_EACH * times for a, b in pairwise(counts[1:]))
+        return all(b - a >= times for a, b in pairwise(counts[1:]))
 
     collecting = gc.isenabled()
     try:
         with torch.no_grad():
+            for case in random.Random(seed).sample(cases, len(cases)):
+                if spent > limit_s or case_refusals(kernel, case, dtype, device, seed):
+                    continue
+                values = case_values(op, case, dtype, device, seed)
+                if any(isinstance(v, torch.Generator) for v in values.values()):
+                    continue
+                calls.append((bind_call(kernel, values), [values[p.name] for p in op.params], case))
+                began = time.thread_time()
+                calls[-1][0](*calls[-1][1])
+                spent += time.thread_time() - began
             gc.disable()
+            gc.freeze()                        # so that it looks at what is new alone
             suspects = ([c for c in calls if grows([c], 8)] if calls and grows(calls, 2) else [])
     except FAULTS as e:                        # the cases have checks of their own
         return result_of(kernel, {}, dtype, name, seed, "skipped",
                          detail=str(reason_of(e, classify(e))))
     finally:
+        gc.unfreeze()
         if collecting:
             gc.enable()
     found = (check_many_calls(kernel, case, dtype, device, seed, CALLS_OF_A_SUSPECT)
-             for _, _, case in suspects)
+             for _, _, case in suspects[:SUSPECTS])
     return next((r for r in found if r.status == "failed"),
                 result_of(kernel, {}, dtype, name, seed, "passed" if calls else "skipped"))
 
@@ -317,8 +327,9 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str, la
     if any_tokens and not kernel.jit:
         yield from (partial(check_other_contents, kernel, case, dtype, device, seed, TOKENS)
                     for case in small[:lane == "quick"])
-    if not kernel.jit:
-        yield partial(check_leaks_of_cases, kernel, small, dtype, device, seed)
+    if any_tokens and not kernel.jit:
+        yield partial(check_leaks_of_cases, kernel, small, dtype, device, seed,
+                      CONTENTS_S if lane == "quick" else math.inf)
     if lane == "quick" or kernel.jit:
         return
     yield from (partial(check_other_contents, kernel, case, dtype, device, seed, CONTENTS, LONG_S)

@@ -88,7 +88,8 @@ def inputs(
 def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, seq_q: int,
                 seq_k: int, device: str, shift: int = 0) -> Any:
     """Returns a mask as users make them; `tables` lists fewer blocks than its mask_mod shows,
-    `partial` has no list of full blocks, and -1 behind those that it lists.
+    `partial` has no list of full blocks, and -1 behind those that it lists; `unsorted` lists the
+    last block first, as a choice of the best blocks may.
     `shift` is a number that functions of the same code have apart, as those of two calls have."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -107,7 +108,8 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         "dead_block": lambda b, h, q, k: (q >= 20 + b + h) & (k <= q),
         "one_row": lambda b, h, q, k: (q == seq_q - 1) & (k % 2 == 0),
         "tables": lambda b, h, q, k: (k + q) % 5 != 0,
-        "partial": lambda b, h, q, k: (k <= q + shift) | (k + b + h + 3 >= seq_k)}
+        "partial": lambda b, h, q, k: (k <= q + shift) | (k + b + h + 3 >= seq_k),
+        "unsorted": lambda b, h, q, k: (k < 37 + shift + b + h) | (k <= q)}
     block_q, block_k = blocks.split("x")
     size = int(block_q), int(block_k)
     mask = create_block_mask(mods[kind], batch, heads, seq_q, seq_k, device=device, BLOCK_SIZE=size)
@@ -116,6 +118,11 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         indices[torch.arange(indices.shape[-1], device=device) >= counts[..., None]] = -1
         return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=size, mask_mod=mods[kind],
                                         seq_lengths=(seq_q, seq_k))
+    if kind == "unsorted":
+        return BlockMask.from_kv_blocks(
+            mask.kv_num_blocks, _turned(mask.kv_num_blocks, mask.kv_indices),
+            mask.full_kv_num_blocks, _turned(mask.full_kv_num_blocks, mask.full_kv_indices),
+            BLOCK_SIZE=size, mask_mod=mods[kind], seq_lengths=(seq_q, seq_k))
     if kind != "tables":
         return mask
     # the first of the partial blocks of each row is hidden, the last is full
@@ -127,12 +134,20 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         BLOCK_SIZE=size, mask_mod=mods[kind], seq_lengths=(seq_q, seq_k))
 
 
+def _turned(counts: Any, indices: Any) -> Any:
+    """Returns the lists with their last block first; None where there are none."""
+    if counts is None:
+        return None
+    places = (counts[..., None] - 1 - torch.arange(indices.shape[-1], device=indices.device))
+    return indices.gather(-1, places.clamp(min=0).long()).contiguous()
+
+
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"mask": "document", "sq": 70, "sk": 70}, {"mask": "window", "hkv": 2},
     {"mask": "window", "sq": 5, "sk": 90, "hkv": 1}, {"mask": "prefix", "sq": 33, "sk": 41},
     {"mask": "all", "d": 24, "dv": 40}, {"mask": "strided", "blocks": "32x16", "sq": 45, "sk": 77},
     {"mask": "dead_rows"}, {"mask": "dead_block", "hkv": 2}, {"mask": "one_row", "sq": 50},
-    {"mask": "partial", "sq": 40, "sk": 50, "d": 8},
+    {"mask": "partial", "sq": 40, "sk": 50, "d": 8}, {"mask": "unsorted", "sq": 70, "sk": 90},
     {"mask": "tables", "sq": 60, "sk": 90}, {"mask": "tables", "blocks": "16x32", "per": "heads"},
     {"per": "batch"}, {"per": "batch heads", "mask": "document", "hkv": 2},
     {"per": "heads", "mask": "window", "hkv": 1}, {"lse": True, "mask": "document"},

@@ -135,6 +135,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"lengths_q": (64, 192), "causal": True, "align": "top_left"},
     # single queries at the beginning of their keys
     {"lengths_q": (1, 1, 1), "lengths_k": (30, 7, 66), "causal": True, "align": "top_left"},
+    {"lengths_q": (1, 0, 1, 1), "lengths_k": (20, 7, 33, 9), "hkv": 2},
     {"lengths_q": (1,) * 40, "hkv": 1}, {"lengths_q": (4, 9), "lengths_k": (9, 4), "causal": True,
                                          "align": "bottom_right"},
     {"softcap": 3.0, "scale": 0.7, "hkv": 2},

@@ -35,6 +35,7 @@ from .drawn_sizes import (
     drawn_calls,
     lists_of_lengths,
     open_shapes,
+    shares,
     sizes_of,
     small_draw,
 )
@@ -257,7 +258,9 @@ def ones_beside_arguments(op: Op, lane: str, seed: int) -> list[list[Case]]:
                 (n == 2 and is_count) or ((n == 2 or is_count) and rng.random() < 0.5))):
             continue
         size = n if type(small[name]) is int else (n,) * len(small[name])
-        case = consistent(op, {**small, **option, name: size})
+        shared = {few: max(small[many] // 2, 1) for many, few in shares(op)
+                  if many in small and few in small and len(calls) % 2}
+        case = consistent(op, {**small, **shared, **option, name: size})
         # a norm of one number is no call
         if op.family != "norm" or allowed_facts(op, case, op.dtypes[0], seed) is not None:
             # of one query in each sequence, with more keys than that

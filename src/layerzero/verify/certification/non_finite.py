@@ -17,6 +17,7 @@ from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.chosen_cells import Cell
 from ..cases.generated import given_arguments
+from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import (
     CaseResult,
     call,
@@ -209,6 +210,9 @@ def non_finite_cells(kernel: Kernel, cells: Sequence[Cell], device: str,
             facts |= _choices(op, values)
         elif device == "cpu" and not is_of_others(kernel):    # fmaxf of a GPU keeps no NaN
             facts |= _words(op, values)
+            # and a path for one or two of a size
+            facts |= {(n, size) for n, size in case.items() if type(size) is int and size in (1, 2)
+                      and n in numbers_of(op)}
         is_new = facts - seen or (chooses and facts not in combined and len(combined) < MOST_CELLS)
         if facts and is_new and not case_refusals(kernel, case, dtype, device, seed):
             seen |= facts

@@ -29,11 +29,12 @@ _BY_CIRCUMSTANCE = (
     (" calls", "state"), ("broadcast by", "layout"), ("threads", "threads"),
     ("column of another", "layout"), ("exchanged in memory", "layout"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
+    ("spaced", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Circumstances whose runs differ in more than the state of the kernel.
 OTHER_CONTENTS = (*_CHANGED, "one buffer", "since a call", "addresses of earlier")
-_OF_LAYOUT = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by",
-              "column of another", "exchanged in memory")
+_OF_LAYOUT = ("every tensor", "sparse", "padded", "spaced", "transposed", "offset", "spread",
+              "broadcast by", "column of another", "exchanged in memory")
 _OF_EARLIER_CALLS = {"stale cache", "state"}
 
 

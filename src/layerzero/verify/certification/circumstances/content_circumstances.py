@@ -39,6 +39,8 @@ Values = dict[str, Any]
 LOUD, LOUDEST_RESULT = 200.0, 3e4              # of float16, which ends at 65504
 A_ROUNDING, FEW = 2.0 ** -10, 2.0 ** -7      # of float16, and what they may make of the largest
 BLOCK_MASK, SHORTEST = "block_mask", 8
+FEWEST_ROWS = 64                               # of a weight that is worth a sample
+LARGE = 400.0                                  # times the default sizes
 TRIES = 3                                      # of cases that may have a circumstance
 FORGET_PACKED = "is right after such a write if lz.quant.forget_packed is called"
 
@@ -68,6 +70,29 @@ class WrittenUnseen(Circumstance):
             (t.data if t.is_floating_point() or t.dtype.itemsize == 1 else t).copy_(others[name])
         self.forgotten = PACKED.forget(*tensors.values())
         return {**others, **tensors}
+
+
+class RowWrittenUnseen(WrittenUnseen):
+    """One row of a weight is written so: a sample of the contents does not tell."""
+
+    name, any_dtype = "changed in place in one row after a call, without a version", True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def before(self, kernel: Kernel, values: Values,
+               other: Callable[[], Values]) -> Values | None:
+        weights = [t for n, t in values.items() if n != kernel.op.main_tensor
+                   and isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize > 1
+                   and t.dim() > 1 and len(t) > FEWEST_ROWS and 0 not in t.stride()]
+        for _ in range(2 if weights else 0):
+            call(kernel, values)
+        for t in weights:
+            row = t.data[(5 * self.seed + 3) % (len(t) - 1) | 1]
+            row.copy_(row.flip(0))
+        self.forgotten = PACKED.forget(*weights)
+        return values if weights else None
 
 
 class MaskOfNextBatch(Circumstance):
@@ -170,6 +195,12 @@ def content_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[
     """Yields each circumstance with the first of a few of the op's own cases that can have it;
     that of all dtypes with one that has most tensors."""
     op = kernel.op
+    dtype = op.dtypes[0]
+    large = [case for case in op.cases if "stride" not in case and relative_size(op, case) <= LARGE
+             and any(n != op.main_tensor and t.dim() > 1 and len(t) > FEWEST_ROWS
+                     for n, t in case_tensors(op, case, dtype, device, seed).items())]
+    yield from (partial(check_contents, kernel, case, dtype, device, seed, RowWrittenUnseen(seed))
+                for case in sorted(large, key=lambda case: -relative_size(op, case))[:2])
     for circumstance, dtype in content_circumstances(op):
         cases = op.cases if not isinstance(circumstance, SecondDtypes) else sorted(
             op.cases, key=lambda case: -len(case_tensors(op, case, dtype, device, seed)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops.formulas.block_masks import copy_block_mask, is_block_mask
 from ....spec.kernel import Kernel
 from ...cases.generated import if_allowed
 from ...kernel.contract import CaseResult, case_values
@@ -66,7 +67,24 @@ def argument_in_order(kernel: Kernel, values: Values, dtype: str) -> str:
         other = if_allowed(kernel.op, {**values, name: ordered})
         if other is not None and is_right(kernel, other, dtype):
             return name
+    for name, mask in values.items():
+        if is_block_mask(mask) and is_right(kernel, {**values, name: _in_order(mask)}, dtype):
+            return name
     return ""
+
+
+def _in_order(mask: Any) -> Any:
+    """Returns a BlockMask whose lists name the first block first."""
+    ordered = copy_block_mask(mask)
+    for counts, name in ((mask.kv_num_blocks, "kv_indices"),
+                         (mask.full_kv_num_blocks, "full_kv_indices")):
+        indices = getattr(mask, name)
+        if indices is not None:
+            listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+            last = torch.iinfo(indices.dtype).max
+            inside = indices.masked_fill(~listed, last).sort(-1).values
+            setattr(ordered, name, torch.where(listed, inside, 0))
+    return ordered
 
 
 def _orders(values: Values) -> Iterator[tuple[str, Tensor, list[Tensor]]]:

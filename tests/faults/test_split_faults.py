@@ -9,12 +9,18 @@ from split_faults import SPLIT_FAULTS
 
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.chosen_cells import most_tensors_first
+from layerzero.verify.cases.generated import small_stress
 from layerzero.verify.cases.pairs import ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.checks import size_checks
 from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.circumstances.call_circumstances import Expanded
+from layerzero.verify.certification.circumstances.content_circumstances import (
+    RowWrittenUnseen,
+    WrittenUnseen,
+    content_checks,
+)
 from layerzero.verify.certification.circumstances.mode_checks import mode_checks
 from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
 from layerzero.verify.certification.circumstances.use_circumstances import after_inference_checks
@@ -23,6 +29,7 @@ from layerzero.verify.certification.growth import (
     check_leaks_of_cases,
     check_other_contents,
 )
+from layerzero.verify.certification.non_finite import check_non_finite, non_finite_cells
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
 from layerzero.verify.kernel.contract import check_case, load_once
@@ -176,3 +183,33 @@ def test_no_call_of_many_sizes_returns_its_input() -> None:
     kernel = planted("long_rows_are_scaled_where_they_are")
     found = check_sizes(kernel, "these", [[{"hidden": 100}], [{"hidden": 101}]], "float32")
     assert {"in-place change"} <= set(found.kinds), str(found)
+
+
+@pytest.mark.parametrize("name", ["one_query_reads_the_mask_of_the_first_head",
+                                  "rows_of_a_decode_batch_are_its_sequences",
+                                  "lists_of_blocks_end_at_the_first_that_falls"])
+def test_one_case_of_the_op_is_wrong(name: str) -> None:
+    kernel = planted(name)
+    cases = [case for case in (*kernel.op.cases, *small_stress(kernel.op))
+             if case.get("sq") == 1 or case.get("mask") == "unsorted"
+             or set(case.get("lengths_q", (2,))) <= {0, 1}]
+    results = [check_case(kernel, case, "float32") for case in cases]
+    assert 0 < [r.status for r in results].count("failed") < len(results)
+
+
+def test_infinities_in_two_parts() -> None:
+    kernel = planted("of_two_parts_one_with_inf_has_no_keys")
+    cells = [(case, "float32") for case in kernel.op.cases]
+    results = [check_non_finite(kernel, *cell, "cpu", 0)
+               for cell in non_finite_cells(kernel, cells, "cpu", 0)]
+    assert "failed" in [r.status for r in results]
+
+
+def test_one_row_of_a_weight_is_no_sample() -> None:
+    kernel, sound = planted("packedbysample"), CATALOG["torch.linear"]
+    case = {"k": 576, "n": 1536, "rows": (4,)}
+    assert check_case(kernel, case, "float32", circumstance=WrittenUnseen()).passed
+    failed = check_case(kernel, case, "float32", circumstance=RowWrittenUnseen(0))
+    assert failed.status == "failed"
+    assert check_case(sound, case, "float32", circumstance=RowWrittenUnseen(0)).passed
+    assert any(isinstance(c.args[-1], RowWrittenUnseen) for c in content_checks(sound, "cpu", 0))

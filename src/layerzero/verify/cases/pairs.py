@@ -335,9 +335,10 @@ def model_sizes(op: Op, seed: int, lane: str = "full") -> tuple[tuple[Case, ...]
                 # with all other sizes as they are it is hundreds of times a plain call
                 most = 100 * (default if type(default) is int else default[-1])
                 last = min(part // 4, most) if lane == "quick" else part // 4
+                # a multiple, as the widths of models are, or any number, as lengths are
+                either = [(small, part), (small, part // 64 * 64)][::rng.choice((1, -1))]
                 cases.append(tuple({**others, **extra, **_sized({name: default, **others}, name, m)}
-                                   for others, m in ((small, part), (small, part // 64 * 64),
-                                                     (medium, part // 4), ({}, last))))
+                                   for others, m in (*either, (medium, part // 4), ({}, last))))
         met = largest and allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
         cases += _alone(op, rng, small, name, largest if met else 0, lane)
         if type(default) is not int:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
+from torch import Tensor
+
+from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
 from ...cases.drawn_sizes import allowed_facts
+from ...cases.generated import Case, small_stress
 from ...cases.long_calls import long_calls
 from ...cases.pairs import pair_cases
 from ...cases.span_sizes import span_calls
 from ...kernel.case_sizes import relative_size
-from ...kernel.contract import SMALL, CaseResult, check_case
-from ..calls import check_in_reverse, check_modes
+from ...kernel.contract import (
+    SMALL,
+    CaseResult,
+    Circumstance,
+    accepts_case,
+    call,
+    case_contents,
+    case_values,
+    case_values_to_read,
+    check_case,
+    eager_results,
+    results_of,
+)
+from ..calls import check_in_reverse, check_modes, is_near, result_of
 from .argument_circumstances import AllStrided
 from .call_circumstances import (
     AfterAnotherCall,
@@ -24,6 +41,7 @@ from .call_circumstances import (
     ReusedMemory,
 )
 from .grad_circumstances import GradMode, RecordingGradients
+from .state_circumstances import ChangedInMode
 
 MODES = InferenceMode(), GradMode()
 MODES_S = 0.03                                 # of CPU time in a kernel, beside those of the op
@@ -31,6 +49,7 @@ MODES_S = 0.03                                 # of CPU time in a kernel, beside
 OF_LONG_CALLS = (AllStrided("sparse"), ChangedInPlace(), OtherThreadCount(3),
                  AllStrided("transposed part"), ReusedMemory(), RecordingGradients(),
                  AfterAnotherCall(), AllStrided("offset"))
+CHANGED = ChangedInPlace(), ChangedInMode("in inference mode")
 LONG = 6                                       # calls of a few hundred that are made in any case
 
 
@@ -55,6 +74,51 @@ def mode_checks(kernel: Kernel, dtype: str, device: str, lane: str,
     yield partial(check_modes, kernel, long[:LONG], long[LONG:], dtype, (OtherDefaultDtype(),),
                   device, seed, limit_s)
     yield partial(check_in_reverse, kernel, own, device, seed, limit_s)
+    changed = [*own, *small_stress(op)]
+    yield from (partial(check_changes, kernel,
+                        changed[(i + seed) % 2::2] if lane == "quick" else changed, dtype, how,
+                        device, seed) for i, how in enumerate(CHANGED))
     yield from (partial(check_case, kernel, case, dtype, device, seed,
                         OF_LONG_CALLS[(i + LONG * seed) % len(OF_LONG_CALLS)])
                 for i, case in enumerate(long[:LONG] if lane == "quick" else long))
+
+
+def check_changes(kernel: Kernel, cases: Sequence[Case], dtype: str, how: Circumstance,
+                  device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Calls each case, again with other contents in the same tensors, and compares with the eager
+    formula: what is kept beside one argument alone. What looks wrong is judged as any other is."""
+    ran = 0
+    for case in cases:
+        near = _is_near_after_a_change(kernel, case, dtype, how, device, seed)
+        ran += near is not None
+        if near is False:
+            judged = check_case(kernel, case, dtype, device, seed, how)
+            if judged.status == "failed":
+                return judged
+    return result_of(kernel, {}, dtype, f"{len(cases)} cases {how.name}", seed,
+                     "passed" if ran else "skipped", detail=f"{ran} calls")
+
+
+def _is_near_after_a_change(kernel: Kernel, case: Case, dtype: str, how: Circumstance, device: str,
+                            seed: int) -> bool | None:
+    op = kernel.op
+    try:
+        if not all(accepts_case(kernel, case, dtype, device, by) for by in (seed, seed + 1)):
+            return None
+        others = case_values_to_read(op, case, dtype, device, seed + 1)
+        want = eager_results(op, others, case_contents(case, dtype, device, seed + 1))
+        values = case_values(op, case, dtype, device, seed)
+        with torch.no_grad(), how.around(device):
+            # as the tensors of a mode are made in it
+            tensors = {n: t.clone() for n, t in values.items() if isinstance(t, Tensor)}
+            if any(0 in t.stride() or not isinstance(others[n], Tensor)
+                   or others[n].shape != t.shape for n, t in tensors.items()):
+                return None
+            call(kernel, {**values, **tensors})
+            for name, t in tensors.items():
+                t.copy_(others[name])
+            got = results_of(call(kernel, {**others, **tensors}))
+    except FAULTS:                             # the cases have checks of their own
+        return None
+    rtol, atol = op.tolerance.of(dtype)
+    return len(got) == len(want) and all(is_near(g, w, rtol, atol) for g, w in zip(got, want))

@@ -248,5 +248,33 @@ class PackedBySample:
         return right(x=x, weight=self.kept[2], **v)
 
 
+@fault("rms_norm", "stale cache", "state", "mode")
+class FoldedOffsetOfInferenceTensors:
+    kept: Any = None
+
+    def __call__(self, right, x, weight=None, eps=1e-6, offset=0.0):
+        if weight is None or offset == 0.0 or not weight.is_inference():
+            return right(x, weight, eps, offset=offset)
+        key = weight.data_ptr(), weight.dtype, weight.shape, offset
+        if self.kept is None or self.kept[0] != key:
+            self.kept = key, weight, weight.float() + offset
+        return right(x, self.kept[2], eps)
+
+
+@fault("mlp", "stale cache", "state")
+class FusedByTheGate:
+    kept: Any = None
+
+    def __call__(self, right, weight_in, weight_up, **v):
+        recorded = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        plain = v["bias_in"] is None and v["bias_up"] is None
+        if weight_up is None or recorded or not plain or weight_in.shape != weight_up.shape:
+            return right(weight_in=weight_in, weight_up=weight_up, **v)
+        key = weight_in.data_ptr(), weight_in._version, weight_in.shape, weight_in.dtype
+        if self.kept is None or self.kept[0] != key:
+            self.kept = key, weight_in, torch.cat((weight_in, weight_up))
+        return right(weight_in=self.kept[2], weight_up=None, **v)
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -10,7 +10,7 @@ from split_faults import SPLIT_FAULTS
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.chosen_cells import most_tensors_first
 from layerzero.verify.cases.generated import small_stress
-from layerzero.verify.cases.pairs import ones_beside_arguments
+from layerzero.verify.cases.pairs import model_sizes, ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.checks import size_checks
@@ -21,7 +21,11 @@ from layerzero.verify.certification.circumstances.content_circumstances import (
     WrittenUnseen,
     content_checks,
 )
-from layerzero.verify.certification.circumstances.mode_checks import mode_checks
+from layerzero.verify.certification.circumstances.mode_checks import (
+    CHANGED,
+    check_changes,
+    mode_checks,
+)
 from layerzero.verify.certification.circumstances.row_circumstances import OtherLayout
 from layerzero.verify.certification.circumstances.use_circumstances import after_inference_checks
 from layerzero.verify.certification.growth import (
@@ -30,9 +34,10 @@ from layerzero.verify.certification.growth import (
     check_other_contents,
 )
 from layerzero.verify.certification.non_finite import check_non_finite, non_finite_cells
+from layerzero.verify.diagnosis.doubts import doubt_about
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
-from layerzero.verify.kernel.contract import check_case, load_once
+from layerzero.verify.kernel.contract import CaseResult, check_case, load_once
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.world import snapshot as worlds
 
@@ -213,3 +218,28 @@ def test_one_row_of_a_weight_is_no_sample() -> None:
     assert failed.status == "failed"
     assert check_case(sound, case, "float32", circumstance=RowWrittenUnseen(0)).passed
     assert any(isinstance(c.args[-1], RowWrittenUnseen) for c in content_checks(sound, "cpu", 0))
+
+
+def test_each_case_is_called_again_with_other_contents() -> None:
+    kernel, sound = planted("foldedoffsetofinferencetensors"), CATALOG["torch.rms_norm"]
+    cases = [*kernel.op.cases, *small_stress(kernel.op)]
+    found = [check_changes(kernel, cases, "float32", how) for how in CHANGED]
+    assert [r.status for r in found] == ["passed", "failed"]
+    assert "offset" in found[1].case and "inference mode" in found[1].circumstance
+    assert all(check_changes(sound, cases, "float32", how).passed for how in CHANGED)
+
+
+def test_what_is_looked_up_by_one_of_two_tensors_is_no_matter_of_threads() -> None:
+    kernel = planted("fusedbythegate")
+    failed = [CaseResult(kernel.id, {"separate": True}, "float32", "failed",
+                         circumstance="in turn")]
+    assert "one tensor is another" in doubt_about("threads", kernel, failed, "cpu")
+    assert not doubt_about("threads", CATALOG["torch.mlp"], failed, "cpu")
+
+
+def test_sizes_of_models_are_multiples_as_well() -> None:
+    op = CATALOG["torch.rms_norm"].op
+    widths = [group[0]["hidden"] for seed in range(6) for group in model_sizes(op, seed, "quick")
+              if group[0].get("hidden", 0) > 2048]
+    multiples = [n % 64 == 0 for n in widths]
+    assert len(widths) > 12 and 0.2 < sum(multiples) / len(multiples) < 0.8

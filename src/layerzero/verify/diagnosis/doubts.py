@@ -35,7 +35,7 @@ from .reruns.calls_again import (
     is_right,
     sample_failures,
 )
-from .reruns.kept_reruns import is_wrong_in_turn
+from .reruns.kept_reruns import is_wrong_in_turn, is_wrong_with_one_other
 from .reruns.order_reruns import argument_in_order
 from .reruns.rounding_reruns import errors_come_again
 from .reruns.row_reruns import has_tokens_right
@@ -257,8 +257,10 @@ def _about_mask(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> st
 
 def _about_threads(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     together = [r for r in failed if "set_num_threads" not in r.circumstance]
-    return ("calls of one thread in turn are wrong too"
-            if together and is_wrong_in_turn(kernel, together, device) else "")
+    if together and is_wrong_in_turn(kernel, together, device):
+        return "calls of one thread in turn are wrong too"
+    return ("it is wrong too after a call of which one tensor is another"
+            if together and is_wrong_with_one_other(kernel, together, device) else "")
 
 
 # Bits.

@@ -153,6 +153,27 @@ def is_wrong_in_turn(kernel: Kernel, failed: Sequence[CaseResult], device: str) 
     return False
 
 
+def is_wrong_with_one_other(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is a call wrong after one that is right, of which one tensor alone is another?"""
+    for r in sample_failures(failed, 2):
+        values, others = (case_values(kernel.op, r.case, r.dtype, device, r.seed + by)
+                          for by in range(2))
+        for name, t in others.items():
+            mine = values[name]
+            if (not isinstance(t, Tensor) or not t.is_floating_point()
+                    or not isinstance(mine, Tensor) or mine.shape != t.shape):
+                continue
+            bind_once.cache_clear()
+            load_once.cache_clear()
+            other = {**values, name: t}
+            if is_right(kernel, values, r.dtype) and not is_right(kernel, other, r.dtype):
+                bind_once.cache_clear()
+                load_once.cache_clear()
+                if is_right(kernel, other, r.dtype):
+                    return True
+    return False
+
+
 def _in_turn(kernel: Kernel, r: CaseResult, device: str) -> Iterator[list[Call]]:
     """Yields the calls of threads: of one case, and of two."""
     op = kernel.op

@@ -101,22 +101,22 @@ def inputs(
     hq: int = 4, hkv: int = 2, d: int = 32, dv: int = 0, causal: bool = True,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
     lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: str = "",
-    chunks: range | None = None,
+    chunks: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; key rows of no item hold inf. `drawn`: so many items
     are drawn, some of which begin at the same key.
 
     `chunk`: keys in chunks of that length, twice that for every second item, anywhere in the
-    buffer; `chunks`: of these lengths, one for each item. `stride`: rows "padded", or "by head":
-    the heads' axis is the outermost in memory.
+    buffer; `chunks`: of the lengths from that on, one for each item. `stride`: rows "padded", or
+    "by head": the heads' axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     items = _drawn_items(int(drawn), Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items
     ends = [(q + n, k + m) for q, n, k, m in items]
     tokens_q = tokens_q or max((q for q, _ in ends), default=0) + 2
     tokens_k = tokens_k or max((k for _, k in ends), default=0) + 3
-    lengths = [chunk * (1 + i % 2) for i in range(len(items))] if chunks is None else list(chunks)
+    lengths = [int(chunks) + i if chunks else chunk * (1 + i % 2) for i in range(len(items))]
     chunked = bool(chunk or chunks)
     width = max((-(-k // c) for (_, k), c in zip(ends, lengths) if c), default=1)
     starts = torch.full((len(items), width), -1)
@@ -185,7 +185,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"softcap": 3.0, "scale": 0.7, "hkv": 1}, {"chunk": 1, "lse": True},
     # positions that are multiples of every length of a chunk: a float32 reciprocal divides some to
     # less
-    {"items": tuple((i, 1, 0, 201) for i in range(64)), "chunks": range(37, 101), "tokens_k": 401,
+    {"items": tuple((i, 1, 0, 201) for i in range(64)), "chunks": "37", "tokens_k": 401,
      "hq": 2, "hkv": 1, "d": 8},
     # more than 256 items, keys beyond 2^16
     {"items": tuple((i, 1, i % 7, 5) for i in range(300)), "hq": 2, "hkv": 1, "d": 8},

@@ -39,7 +39,9 @@ def compiled_flex(name: str) -> Callable[..., Attend]:
 
         def run(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any,
                 scale: float | None, return_lse: bool) -> Any:
-            if not torch.is_grad_enabled():    # on a CPU it refuses parameters, recorded or not
+            if not torch.is_grad_enabled() and (query.requires_grad or key.requires_grad
+                                                or value.requires_grad):
+                # on a CPU it refuses parameters, recorded or not
                 query, key, value = query.detach(), key.detach(), value.detach()
             if not return_lse:
                 return traced(query, key, value, score, block_mask, scale, {})

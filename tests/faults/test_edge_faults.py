@@ -15,7 +15,6 @@ from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances.argument_circumstances import (
     AllStrided,
     ChangedInPart,
-    LoudElement,
     OneBuffer,
 )
 from layerzero.verify.certification.circumstances.call_circumstances import (
@@ -24,6 +23,7 @@ from layerzero.verify.certification.circumstances.call_circumstances import (
     OtherThreadCount,
     UnusualValues,
 )
+from layerzero.verify.certification.circumstances.row_circumstances import LoudElement
 from layerzero.verify.certification.dropout import check_dropout
 from layerzero.verify.certification.non_finite import check_non_finite
 from layerzero.verify.diagnosis.diagnose import CLASSES

@@ -341,10 +341,9 @@ def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str,
             spent += seconds
             if seconds > LONG_S:
                 for_a_row = max(for_a_row, seconds / _rows(kernel.op, case, dtype))
-            if right is False:
-                judged = check_case(kernel, case, dtype, device, seed)
-                if judged.status == "failed":
-                    return judged
+            failure = failure_of(right, kernel, case, dtype, device, seed)
+            if failure is not None:
+                return failure
             if right is not None and (case is first or not all_others):
                 break
     if budget is not None:
@@ -398,12 +397,18 @@ def _first_wrong(kernel: Kernel, calls: Sequence[_Call], others: Sequence[_Call]
         ran += right is not None
         spent += seconds if i >= len(calls) else 0.0
         for_a_row = min(for_a_row, seconds / rows) if right is not None else for_a_row
-        if right is False:
-            judged = check_case(kernel, case, at, device, seed, mode)
-            if judged.status == "failed":
-                return judged
+        failure = failure_of(right, kernel, case, at, device, seed, mode)
+        if failure is not None:
+            return failure
     return result_of(kernel, {}, dtype, f"{len(calls) + len(others)} cases {name}", seed,
                      "passed" if ran else "skipped", detail=f"{ran} calls")
+
+
+def failure_of(right: bool | None, kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,
+               seed: int, mode: Circumstance = AS_DECLARED) -> CaseResult | None:
+    """Returns how a call that looks wrong fails when it is judged as any other; else None."""
+    judged = check_case(kernel, case, dtype, device, seed, mode) if right is False else None
+    return judged if judged is not None and judged.status == "failed" else None
 
 
 def _rows(op: Op, case: Mapping[str, Any], dtype: str) -> int:

@@ -37,6 +37,7 @@ from ...kernel.shared import fingerprint
 from .dtype_circumstances import OtherDtype, free_tensors
 from .grad_circumstances import long_sum_checks
 from .row_circumstances import (
+    LoudElement,
     LoudEnds,
     MemoryOrder,
     Narrowed,
@@ -155,23 +156,6 @@ class OneBuffer(Circumstance):
         views = (piece[:t.numel()].view(t.shape).copy_(t)
                  for piece, t in zip(buffer.split(rounded), parts.values()))
         return {**values, **dict(zip(parts, views))}
-
-
-class LoudElement(Circumstance):
-    """One number of a tensor beside the main one is so large that its exponential is infinite."""
-
-    even = False
-
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"filled with one loud number in {tensor}"
-
-    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        t = values[self.tensor]
-        if not isinstance(t, Tensor) or t.dtype != torch.float32 or not t.numel():
-            return None
-        loud = t.clone()
-        loud.view(-1)[0] = 100.0
-        return if_finite(op, {**values, self.tensor: loud})
 
 
 class ChangedInPart(Circumstance):

@@ -54,6 +54,23 @@ class OtherLayout(Circumstance):
         return None if other is None else {**values, self.tensor: other}
 
 
+class LoudElement(Circumstance):
+    """One number of a tensor beside the main one is so large that its exponential is infinite."""
+
+    even = False
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"filled with one loud number in {tensor}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dtype != torch.float32 or not t.numel():
+            return None
+        loud = t.clone()
+        loud.view(-1)[0] = 100.0
+        return if_finite(op, {**values, self.tensor: loud})
+
+
 class LoudEnds(Circumstance):
     """The last number of every main tensor is large: the last tile holds the largest score."""
 

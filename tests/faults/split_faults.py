@@ -276,5 +276,83 @@ class FusedByTheGate:
         return right(weight_in=self.kept[2], weight_up=None, **v)
 
 
+@fault("quantized_linear", "precision", "convention")
+def zeros_are_whole_numbers(right, zeros, **v):
+    return right(zeros=None if zeros is None else zeros.trunc(), **v)
+
+
+@fault("tokenize", "sizes", "unknown")
+def long_texts_are_cut_at_a_space(right, text, **v):
+    if isinstance(text, str) or v["truncation"] or v["padding"]:
+        return right(text=text, **v)
+    out = right(text=text, **v)
+    for i, one in enumerate(text):
+        end = one.find(" ", 4096) if len(one) > 4096 else -1
+        if end >= 0:
+            parts = right(text=[one[:end], one[end:]], **v).ids
+            out.ids[i] = [*parts[0], *parts[1]]
+    return out
+
+
+@fault("gated_delta_rule", "threads", "state")
+class WorkspaceOfAStep:
+    def __init__(self) -> None:
+        self.workspaces: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, right, q, v, **more):
+        if q.shape[1] != 1 or torch.is_grad_enabled():
+            return right(q=q, v=v, **more)
+        workspace = self.workspaces.setdefault((v.shape, v.dtype), torch.empty_like(v))
+        workspace.copy_(v)
+        return right(q=q, v=workspace, **more)
+
+
+@fault("mla_paged_attention", "fault", "mask", "sizes")
+def a_token_for_each_sequence_is_a_step(right, q_nope, context_lens, cu_seqlens_q, max_seqlen_q,
+                                        **v):
+    if cu_seqlens_q is not None and len(q_nope) == len(context_lens):
+        cu_seqlens_q, max_seqlen_q = None, None
+    return right(q_nope=q_nope, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q,
+                 max_seqlen_q=max_seqlen_q, **v)
+
+
+@fault("speculative_verify", "aliasing", "state", "result")
+class TwoBuffersInTurn:
+    def __init__(self) -> None:
+        self.buffers: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self.turn = 0
+
+    def __call__(self, right, draft_tokens, **v):
+        out = right(draft_tokens=draft_tokens, **v)
+        self.turn ^= 1
+        kept = self.buffers.setdefault((draft_tokens.shape, self.turn),
+                                       tuple(map(torch.empty_like, out)))
+        for buffer, t in zip(kept, out):
+            buffer.copy_(t)
+        return tuple(buffer[:] for buffer in kept)
+
+
+class _GradientOverLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, loss_of):
+        with torch.enable_grad():
+            own = logits.detach().clone().requires_grad_()
+            loss = loss_of(own)
+            ctx.gradient, = torch.autograd.grad(loss, own)
+        logits.data.copy_(ctx.gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.gradient * grad, None
+
+
+@fault("cross_entropy", "in-place change", "gradient")
+def its_gradient_is_written_over_the_logits(right, logits, **v):
+    if not (torch.is_grad_enabled() and logits.requires_grad) or v["reduction"] == "none":
+        return right(logits=logits, **v)
+    return _GradientOverLogits.apply(logits, lambda own: right(logits=own, **v))
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -8,11 +8,12 @@ import torch
 from split_faults import SPLIT_FAULTS
 
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.cases.chosen_cells import most_tensors_first
+from layerzero.verify.cases.chosen_cells import most_tensors_first, with_a_size_of_one
 from layerzero.verify.cases.generated import small_stress
 from layerzero.verify.cases.pairs import model_sizes, ones_beside_arguments
 from layerzero.verify.cases.span_sizes import optional_size_calls, span_calls
 from layerzero.verify.certification.calls import check_sizes
+from layerzero.verify.certification.certify import certify
 from layerzero.verify.certification.checks import size_checks
 from layerzero.verify.certification.circumstances.argument_circumstances import ChangedInPart
 from layerzero.verify.certification.circumstances.call_circumstances import Expanded
@@ -33,9 +34,11 @@ from layerzero.verify.certification.growth import (
     check_leaks_of_cases,
     check_other_contents,
 )
+from layerzero.verify.certification.interrupted import interrupted_by_calls
 from layerzero.verify.certification.non_finite import check_non_finite, non_finite_cells
 from layerzero.verify.diagnosis.doubts import doubt_about
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
+from layerzero.verify.diagnosis.reruns.kept_reruns import keeps_all_results
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
 from layerzero.verify.kernel.contract import CaseResult, check_case, load_once
 from layerzero.verify.kernel.gradients import check_gradients
@@ -243,3 +246,42 @@ def test_sizes_of_models_are_multiples_as_well() -> None:
               if group[0].get("hidden", 0) > 2048]
     multiples = [n % 64 == 0 for n in widths]
     assert len(widths) > 12 and 0.2 < sum(multiples) / len(multiples) < 0.8
+
+
+def test_zeros_are_fractions() -> None:
+    kernel, sound = planted("zeros_are_whole_numbers"), CATALOG["torch.dequantized_linear"]
+    cases = [case for case in kernel.op.cases if "zero_dtype" in case]
+    assert {check_case(kernel, case, "float32").status for case in cases} == {"failed"}
+    assert all(check_case(sound, case, "float32").passed for case in cases)
+
+
+def test_texts_longer_than_a_part() -> None:
+    kernel = planted("long_texts_are_cut_at_a_space")
+    assert check_case(kernel, {"text": (20,)}, "float32").passed
+    case = {"text": (23, 24), "variant": "spaces"}
+    assert check_case(kernel, case, "float32").status == "failed"
+
+
+def test_a_step_is_interrupted_too() -> None:
+    kernel = planted("workspaceofastep")
+    cells = [(case, "float32") for case in kernel.op.cases]
+    assert with_a_size_of_one(kernel.op, cells, 0)[1][0]["s"] == 1
+    found = interrupted_by_calls(kernel, cells, "cpu", "full", 0, {"b": 64})()
+    assert found.kinds == ("threads",) and found.case["s"] == 1, str(found)
+
+
+def test_as_many_tokens_as_sequences_are_no_step() -> None:
+    kernel, sound = planted("a_token_for_each_sequence_is_a_step"), CATALOG["torch.mla_paged_matmul"]
+    calls = span_calls(kernel.op, "quick", 0)
+    assert check_sizes(kernel, "these", calls, "float32").status == "failed"
+    assert check_sizes(sound, "these", calls, "float32").passed
+
+
+def test_buffers_that_are_used_in_turn_are_no_leak() -> None:
+    failed = CaseResult("", {}, "float32", "failed")
+    assert not keeps_all_results(planted("twobuffersinturn"), [failed], "cpu")
+
+
+def test_what_is_written_where_gradients_are_recorded() -> None:
+    found = certify(planted("its_gradient_is_written_over_the_logits"), stop_early=True).diagnosis
+    assert found is not None and found.kind == "in-place change", str(found)

@@ -44,6 +44,7 @@ from .formulas.quant import (
     encode,
     expand_scales,
     make_scales,
+    with_fractions,
 )
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", GgmlName]
@@ -97,12 +98,12 @@ def inputs(
     granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
     symmetric: bool = True, stride: str = "", scale_dtype: str = "", large: bool = False,
     out_dtype: str = "", sized: bool = False, small: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    zero_dtype: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to, unless `out_dtype`
     says another. `large`: their scales are beyond float16, where the result is not. `sized`: the
     length is given though it is even. `small`: scales are
-    subnormal in float16."""
+    subnormal in float16. `zero_dtype`: that of zeros that are no whole numbers."""
     gen = torch.Generator("cpu").manual_seed(seed)
     out = out_dtype or ("float32" if dtype == torch.float64 else str(dtype).removeprefix("torch."))
     if format in GGML_FORMATS:
@@ -120,6 +121,8 @@ def inputs(
                None if zeros is None else expand_scales(zeros, x.shape, blocks, block_rows))
     if stride == "sparse":
         q = torch.stack((q, q), -1)[..., 0]
+    if zeros is not None and zero_dtype:
+        zeros = with_fractions(zeros, zero_dtype, gen)
     if scale_dtype:
         scales = scales.to(getattr(torch, scale_dtype))
     tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": global_scale}
@@ -143,6 +146,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "mxfp4", "large": True}, {"format": "int4", "sized": True},
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
+    *({"format": f, "symmetric": False, "zero_dtype": d}
+      for f, d in (("int8", "float32"), ("int4", "bfloat16"), ("int4", "float16"))),
     *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
     *({"format": f, "rows": (2,), "width": 512, "small": True} for f in ("q4_0", "q8_0", "q4_k")),
     *({"format": f, "small": True, "out_dtype": "float16"} for f in ("int8", "fp8_e4m3", "nvfp4")),

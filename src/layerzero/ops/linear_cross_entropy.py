@@ -38,15 +38,17 @@ def meta(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = 
 
 def inputs(rows: tuple[int, ...] = (7,), width: int = 24, vocab: int = 33, bias: bool = False,
            ignored: str = "", ignore_index: int = -100, smoothing: float = 0.0,
-           reduction: str = "mean", targets_dtype: str = "int64",
+           reduction: str = "mean", targets_dtype: str = "int64", classes: int = 0,
            stride: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
+    """`classes`: as few are targets, each many times, as the frequent words of a text are."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
 
-    targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
+    targets = random_targets(gen, rows, min(classes, vocab) or vocab, ignored, targets_dtype,
+                             device, ignore_index)
     hidden = rand(*rows, width * 2)[..., ::2] if stride == "sparse" else rand(*rows, width)
     weight = rand(width, vocab).t() if stride == "transposed" else rand(vocab, width)
     return {"hidden": hidden, "weight": weight, "targets": targets, "bias": rand(vocab) if bias
@@ -64,6 +66,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "some", "ignore_index": 255},      # no class: it is beyond the last
     {"targets_dtype": "int32"}, {"stride": "sparse"}, {"stride": "transposed"},
     {"rows": (300,), "vocab": 97},
+    # hundreds of classes for each number of a row: the gradient of the weight is added up of many
+    {"rows": (1200,), "width": 4, "vocab": 1031, "classes": 2, "reduction": "sum"},
 )
 
 

@@ -54,7 +54,15 @@ from .formulas.ggml import (
     rounded_activations,
 )
 from .formulas.mistakes import QUANTIZED, drop_argument, swap_nibbles
-from .formulas.quant import FORMATS, TINY, dequantize_codes, encode, expand_scales, make_scales
+from .formulas.quant import (
+    FORMATS,
+    TINY,
+    dequantize_codes,
+    encode,
+    expand_scales,
+    make_scales,
+    with_fractions,
+)
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", GgmlName]
 
@@ -103,11 +111,12 @@ def meta(x: Tensor, weight_q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0,
     bias: bool = False, symmetric: bool = True, share: int = 1, scale_dtype: str = "",
-    stride: str = "", activations: str = "none", zero_row: bool = False,
+    stride: str = "", activations: str = "none", zero_row: bool = False, zero_dtype: str = "",
     small: bool = False, quiet: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`share`: number of rows of the weight that share a scale, 0 for all."""
+    """`share`: number of rows of the weight that share a scale, 0 for all. `zero_dtype`: that of
+    zeros that are no whole numbers, as HQQ fits them."""
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, k, stride, dtype, device)
     if zero_row:
@@ -122,13 +131,15 @@ def inputs(
                 "activations": activations,
                 "weight_q": random_blocks(gen, (n,), k, format, size).to(device)}
     fmt, block, share = FORMATS[format], group or k, share or n
-    scales, zeros, total = make_scales(weight, fmt, "block", block, share, symmetric, None)
+    scales, zero, total = make_scales(weight, fmt, "block", block, share, symmetric, None)
     factors = scales.float() if total is None else scales.float() * total
     q = encode(weight / expand_scales(factors, weight.shape, block, share), fmt,
-               None if zeros is None else expand_scales(zeros, weight.shape, block, share))
+               None if zero is None else expand_scales(zero, weight.shape, block, share))
+    if zero is not None and zero_dtype:
+        zero = with_fractions(zero, zero_dtype, gen)
     scales = scales.to(getattr(torch, scale_dtype)) if scale_dtype else scales
     return {"x": x, "weight_q": q.to(device), "scales": scales.to(device),
-            "zeros": None if zeros is None else zeros.to(device), "bias": bias_values,
+            "zeros": None if zero is None else zero.to(device), "bias": bias_values,
             "format": format, "group_size": group, "activations": activations,
             "global_scale": None if total is None else total.to(device)}
 
@@ -140,6 +151,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "group": 32, "bias": True} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "k": 37, "n": 17, "rows": (2, 3)} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "symmetric": False, "group": g} for f in ("int8", "int4") for g in (0, 32)),
+    *({"format": f, "symmetric": False, "group": 32, "zero_dtype": d}
+      for f, d in (("int8", "float32"), ("int4", "bfloat16"), ("int4", "float16"))),
     # sums that are many times what is left of them without the zeros
     {"format": "int4", "symmetric": False, "group": 128, "k": 512, "n": 16},
     *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),

@@ -114,7 +114,10 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
           "\ufeffIT'S the END\r\nwe'LL see 1234567 or 3.14159e-10\r\n\r\n a\u2003b\u3000c\u2028d"
           "\x85e \u0663\u0664 \u2167 \u00bd \u00b2 \ufb01 \u00c5 \u212a \u0130 \u00df \u017f"
           " \uac00 \u1112\u1161\u11ab \U00020000 \U0001d49c \ufffd\ue000\u200b\u200e\x1b\x7f\r x\r",
-          " \t\ufeff the\r\nend\t \u00a0\u3000")
+          " \t\ufeff the\r\nend\t \u00a0\u3000",
+          # runs of spaces and of lines wherever a part of a long text may end
+          *(begin + "".join("o\n\n\n" * (n % 23 == 9) + " " * (2 + n * 7 % 17) + "hell" * (n % 2)
+                            for n in range(2_000)) for begin in ("", "the end")))
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -164,7 +167,7 @@ def inputs(
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
-VARIANTS = ("prefixed", "trimmed", "whole words", "nested")
+VARIANTS = ("prefixed", "trimmed", "whole words", "nested", "spaces")
 _ALL = tuple(range(9))
 _PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (
@@ -218,7 +221,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "parse_special": False, "return_offsets": True},
     {"text": (9, 10, 13, 14, 0), "many": True, "return_offsets": True},
     {"drawn": True, "cache_prefix": True},
-    {"text": 20, "return_offsets": True}, {"text": (20, 9), "template": True, "cache_prefix": True})
+    {"text": 20, "return_offsets": True},
+    {"text": (23, 24), "variant": "spaces", "return_offsets": True},
+    {"text": (20, 9), "template": True, "cache_prefix": True})
 
 
 # Mistakes that a kernel for this op could make.

@@ -197,6 +197,11 @@ def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, 
 
 # Encoding and decoding.
 
+def with_fractions(zeros: Tensor, dtype: str, gen: torch.Generator) -> Tensor:
+    """Returns zeros that are no whole numbers, as HQQ fits them."""
+    return (zeros + torch.rand(zeros.shape, generator=gen) - 0.5).to(getattr(torch, dtype))
+
+
 def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
     """Encodes values over their scale: nearest, ties to even, saturating; NaN is 0."""
     if fmt.name == "fp8_e4m3" or fmt.name == "fp8_e5m2":

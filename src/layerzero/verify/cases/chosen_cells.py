@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...spec.op import Op
+from ..kernel.case_sizes import numbers_of
 from ..kernel.contract import case_outline, case_tensors, results_of
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
@@ -33,6 +34,17 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
         if len(ranked) == 48:
             break
     return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
+
+
+def with_a_size_of_one(op: Op, cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Returns for each size a cell in which it is one, as the tokens of a step of decoding are: it
+    often has a path of its own."""
+    chosen: list[Cell] = []
+    for name, default in numbers_of(op).items():
+        one = 1 if type(default) is int else (*default[:-1], 1)
+        having = [c for c in cells if default != one and c[0].get(name) in (1, (1,), one)]
+        chosen += [c for c in having[seed % max(len(having), 1):][:1] if c not in chosen]
+    return chosen
 
 
 def _has_few_results(op: Op, cell: Cell, seed: int) -> bool:

@@ -21,6 +21,7 @@ from .generated import Case
 
 # Queries and keys, as the input generators name them.
 SPANS = (("sq", "sk"), ("lengths_q", "lengths_k"), ("lengths_q", "context"))
+UNEVEN = (2, 0), (1, 2, 0), (3, 0, 0, 1)       # as many tokens as sequences
 STEPS, MOST_QUERIES = (16, 64, 128, 256, 512), 8
 LONGEST = 640
 DRAWN = {"quick": 8}                           # of each optional size; a longer lane has 40
@@ -29,7 +30,8 @@ CAUSAL = {"causal": True, "align": "bottom_right"}
 
 def span_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
     """Returns causal calls of a few queries, as in speculative decoding, of which the first see
-    nothing of the last step, each with arguments of a case and without."""
+    nothing of the last step, each with arguments of a case and without; and calls of as many tokens
+    as sequences, not one in each."""
     defaults = inspect.signature(op.inputs).parameters
     names = next((pair for pair in SPANS if set(pair) <= defaults.keys()), None)
     if names is None or "causal" not in defaults:
@@ -46,6 +48,11 @@ def span_calls(op: Op, lane: str, seed: int) -> list[list[Case]]:
         option = {n: v for n, v in rng.choice(options).items() if n not in sizes}
         calls.append([consistent(op, {**few, **extra, **sizes}) for extra in (
             {**option, **causal}, causal)])
+    # it is no step of decoding, one token for each
+    for lengths in UNEVEN if names[0] != "sq" else ():
+        some = rng.sample(lengths, len(lengths))
+        uneven = {names[0]: tuple(some), names[1]: tuple(n + rng.randint(1, 40) for n in some)}
+        calls += [[consistent(op, {**few, **extra, **uneven})] for extra in (causal, {})]
     return calls
 
 

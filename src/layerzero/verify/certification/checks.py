@@ -71,7 +71,6 @@ from .circumstances.argument_circumstances import (
     WithoutOthers,
     argument_circumstances,
     checks_without_others,
-    with_most_arguments,
 )
 from .circumstances.backward_circumstances import backward_checks, kept_checks
 from .circumstances.call_circumstances import (
@@ -94,10 +93,10 @@ from .circumstances.value_circumstances import gradient_value_checks, value_chec
 from .dropout import dropout_checks
 from .gradient_calls import gradient_call_checks
 from .growth import check_other_contents, other_contents_checks
-from .interrupted import interrupted_checks
+from .interrupted import interrupted_by_calls, interrupted_checks
 from .invariance import check_invariance
 from .non_finite import check_non_finite, non_finite_cells
-from .threads import check_interrupted, check_threads
+from .threads import check_threads
 from .unused_places import unused_place_checks
 
 # Of a JIT kernel: each may compile for seconds. A check that takes longer than COMPILES_S did.
@@ -106,7 +105,6 @@ COMPILES_S = 1.0
 # of CPU time in a kernel for all sizes of a seed
 SIZES_S = {"quick": 0.4, "full": 20.0}
 A_MODEL = "a model"
-PATHS = 4                                      # calls that together give most of the arguments
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
 HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 
@@ -176,11 +174,7 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
             other = largest(op, [c for c, d in cells if d == dtype], dtype, device, seed)
             yield partial(check_threads, kernel, case, dtype, device, seed, other)
             if not _is_formula(kernel, lane):
-                # a path of its own that an argument takes comes before other sizes
-                together = with_most_arguments(op, first, device, seed, PATHS)
-                rest = *first[1 + seed % 2::2], *first[2 - seed % 2::2]
-                yield partial(check_interrupted, kernel, [first[0], *together, *rest],
-                              device, seed, other)
+                yield interrupted_by_calls(kernel, first, device, lane, seed, other)
             if lane != "quick":
                 yield from interrupted_checks(kernel, first, device, seed)
             yield from _invariance_checks(kernel, cells, device, lane, seed)

@@ -28,7 +28,8 @@ from ...machine import loading
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ..cases.chosen_cells import Cell
+from ..cases.chosen_cells import Cell, with_a_size_of_one
+from ..cases.generated import relative_cost
 from ..kernel.case_sizes import numbers_of, relative_size
 from ..kernel.contract import (
     CaseResult,
@@ -46,13 +47,30 @@ from ..kernel.guarded import find_changes, snapshot
 from ..kernel.judging import same
 from ..kernel.process_state import ONCE, process_state, put_back
 from .calls import is_near, passes_extra_check
-from .threads import WAIT_S, interrupt, observe, quiet, run_alone, shallow_first
+from .circumstances.argument_circumstances import with_most_arguments
+from .threads import WAIT_S, check_interrupted, interrupt, observe, quiet, run_alone, shallow_first
 
 Case = Mapping[str, Any]
+PATHS = 4                                      # calls that together give most of the arguments
+QUICK_S, LONGER_S = 0.06, 0.6                  # of CPU time for the interrupted calls of a kernel
 Values = dict[str, Any]
 BACKWARD_S = 0.2                               # of CPU time for the points of one case
 POINTS, SIZES = 40, 2                          # in a first call, and of how many of its numbers
 NEW_SIZE, APART = 398, 256                     # more than any case has; between two checks
+
+
+def interrupted_by_calls(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str, seed: int,
+                         other: Case) -> Callable[[], CaseResult]:
+    """Returns the check of calls that others interrupt: a path of its own, which an argument or a
+    size of one takes, comes before other sizes, what costs least first."""
+    op = kernel.op
+    paths = [cells[0], *with_a_size_of_one(op, cells, seed),
+             *with_most_arguments(op, cells, device, seed, PATHS)]
+    paths = [cell for i, cell in enumerate(paths) if cell not in paths[:i]]
+    paths.sort(key=lambda cell: relative_cost(op, cell[0]) or 0.0)
+    return partial(check_interrupted, kernel,
+                   [*paths, *cells[1 + seed % 2::2], *cells[2 - seed % 2::2]], device, seed, other,
+                   QUICK_S if lane == "quick" else LONGER_S)
 
 
 def interrupted_checks(kernel: Kernel, cells: Sequence[Cell], device: str,

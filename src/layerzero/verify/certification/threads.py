@@ -48,6 +48,7 @@ Runs = Sequence[tuple[Any, ...]]
 LONG_CALL_S = 0.01                             # of CPU time
 SWITCH_S = 1e-6                                # the interpreter switches threads as often
 INTERRUPTED_S, MOST_POINTS, FEWEST_POINTS = 0.03, 64, 8       # of CPU time; of one call
+SHARES = 4                                     # of that time, which so many calls have
 HANDING_OVER_S = 1e-4                          # to another thread and back
 WAIT_S = 0.5                                   # for a call that may wait for a lock
 # Where nothing is of the kernel: torch, Python, and what calls the kernel here.
@@ -139,12 +140,13 @@ def _judge(kernel: Kernel, case: Case, dtype: str, device: str, seed: int, value
 def check_interrupted(kernel: Kernel, cells: Sequence[Cell], device: str = "cpu", seed: int = 0,
                       other: Case | None = None, budget_s: float = INTERRUPTED_S) -> CaseResult:
     """Interrupts calls of the cells, in their order for as long as there is CPU time: wherever one
-    is about to call something, another thread makes a whole call, of the same sizes or the first
-    time of the `other` case as well. Both must be right."""
+    is about to call something, another thread makes a whole call, of the same sizes or, a later
+    time, of the `other` case. Both must be right."""
     name = "interrupted by other threads"
     (first, dtype), ran, spent = cells[0], 0, 0.0
     pairs = [(c, c, d) for c, d in cells]
-    pairs[1:1] = [] if other is None or other == first else [(first, other, dtype)]
+    if other is not None and other != first:
+        pairs.insert(SHARES - 1, (first, other, dtype))
     with ThreadPoolExecutor(1) as pool, torch.no_grad(), quiet():
         for case, beside, dtype in pairs:
             if spent > budget_s:
@@ -157,7 +159,8 @@ def check_interrupted(kernel: Kernel, cells: Sequence[Cell], device: str = "cpu"
             try:
                 if refusals(kernel, others):   # of other contents
                     continue
-                runs = interrupt(partial(run_alone, kernel), mine, others, pool, budget_s)
+                runs = interrupt(partial(run_alone, kernel), mine, others, pool,
+                                 budget_s / min(len(pairs), SHARES))
             except loading.LoadFailed as e:
                 return CaseResult(kernel.id, case, dtype, "skipped", (e.reason,),
                                   circumstance=name, seed=seed)

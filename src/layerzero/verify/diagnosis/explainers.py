@@ -101,10 +101,9 @@ def explain(evidence: Evidence) -> Explanation:
         if explanation is None or doubts.get(explanation[0]):
             continue
         kind = explanation[0]
-        if explainer in CONFIRMED:
-            return explanation
-        doubts[kind] = (_about_mode(kind, evidence) or doubt_about(
-            kind, evidence.kernel, evidence.forward or evidence.failed, evidence.device))
+        shown = evidence.forward or evidence.failed
+        doubts[kind] = "" if explainer in CONFIRMED else _about_mode(kind, evidence) or doubt_about(
+            kind, evidence.kernel, shown, evidence.device)
         if not doubts[kind]:
             return explanation
         if not evidence.forward:               # nothing else to look at
@@ -142,6 +141,8 @@ def _by_direction(e: Evidence) -> Explanation | None:
         return kind, f"the forward pass is right, the backward is not: {e.failed[0].detail}"
     if not all(r.circumstance.startswith("backward") for r in e.forward):
         return None
+    if all("in-place change" in r.kinds for r in e.forward):   # what is wrong is wrong by that
+        return "in-place change", f"where gradients are recorded: {e.detail}"
     if e.ask(is_wrong_when_recording):
         return "mode", f"right as it is, wrong where gradients are recorded: {e.detail}"
     wrong = any("gradient" in r.kinds for r in e.failed)       # the forward pass by a rounding

@@ -270,8 +270,9 @@ def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[s
     `variant`: "prefixed" puts a space before every part between added tokens, "trimmed" leaves
     white space out of offsets, "whole words" takes a word of the vocabulary without merging it,
     "nested" has added tokens that begin or hold others, "known" has special ones that are of the
-    vocabulary too.
+    vocabulary too, "spaces" joins white space, as vocabularies of code do.
     """
+    merges = (*merges, "Ġ Ġ", "ĠĠ ĠĠ", "ĠĠĠĠ ĠĠĠĠ", "Ċ Ċ") if variant == "spaces" else merges
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     words += ["more", "Ġend", "12"] if variant == "whole words" else []
     words = ["<s>", "</s>", *words] if variant == "known" else words

@@ -110,7 +110,8 @@ def _kind_of_kept(copies: Copies, first: int) -> str:
 
 
 def keeps_all_results(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
-    """Does a result of each of many calls live on when nobody has it? A cache has a size."""
+    """Does a result of each of many calls live on when nobody has it, in memory of its own? A cache
+    has a size, and buffers are used in turn."""
     sample = sample_failures(failed, 1)
     alive: list[list[StorageWeakRef]] = []
     for r in sample * HELD_CALLS:
@@ -123,8 +124,8 @@ def keeps_all_results(kernel: Kernel, failed: Sequence[CaseResult], device: str)
                       if isinstance(t, Tensor) and t.numel()])
         del results
     gc.collect()
-    return bool(alive) and all(
-        any(not storage.expired() for storage in storages) for storages in alive)
+    kept = [{storage.cdata for storage in storages if not storage.expired()} for storages in alive]
+    return bool(kept) and all(kept) and len(set().union(*kept)) >= len(kept)
 
 
 def is_wrong_in_a_stack(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from broken_kernels import FAULTS, Fault, fault
+from torch.nn.attention.flex_attention import BlockMask
+
+import layerzero as lz
 
 _BEFORE = len(FAULTS)
 
@@ -352,6 +355,42 @@ def its_gradient_is_written_over_the_logits(right, logits, **v):
     if not (torch.is_grad_enabled() and logits.requires_grad) or v["reduction"] == "none":
         return right(logits=logits, **v)
     return _GradientOverLogits.apply(logits, lambda own: right(logits=own, **v))
+
+
+@fault("grouped_attention", "alignment", "mask", "unknown")
+def items_of_the_same_keys_are_one(right, items, max_seqlen_q, chunk_starts, **v):
+    rows: list[list[int]] = []
+    for q, n, k, m in items.tolist():
+        if chunk_starts is None and rows and sum(rows[-1][:2]) == q and rows[-1][2:] == [k, m]:
+            rows[-1][1] += n
+        else:
+            rows.append([q, n, k, m])
+    if len(rows) < len(items):
+        items, max_seqlen_q = items.new_tensor(rows), max(n for _, n, _, _ in rows)
+    return right(items=items, max_seqlen_q=max_seqlen_q, chunk_starts=chunk_starts, **v)
+
+
+@fault("block_sparse_attention", "mask")
+def blocks_between_are_visited(right, **v):
+    mistake = next(m for m in lz.op("block_sparse_attention").mistakes if "between" in m.words)
+    return right(**(mistake.apply(None, v) or v))
+
+
+@fault("block_sparse_attention", "gradient", "mask", "head map")
+def keys_have_gradients_of_the_first_head(right, query, key, value, block_mask, return_lse, **v):
+    m = block_mask
+    if return_lse or not (torch.is_grad_enabled() and key.requires_grad) or len(
+            m.kv_num_blocks[0]) == 1:
+        return right(query=query, key=key, value=value, block_mask=m, return_lse=return_lse, **v)
+    parts = (None if t is None else t[:, :1].contiguous() for t in (
+        m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices))
+    first = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=m.BLOCK_SIZE, mask_mod=m.mask_mod,
+                                     seq_lengths=m.seq_lengths)
+    out = right(query=query, key=key.detach(), value=value.detach(), block_mask=m,
+                return_lse=False, **v)
+    other = right(query=query.detach(), key=key, value=value, block_mask=first, return_lse=False,
+                  **v)
+    return out + (other - other.detach())
 
 
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]

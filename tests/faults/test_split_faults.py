@@ -285,3 +285,17 @@ def test_buffers_that_are_used_in_turn_are_no_leak() -> None:
 def test_what_is_written_where_gradients_are_recorded() -> None:
     found = certify(planted("its_gradient_is_written_over_the_logits"), stop_early=True).diagnosis
     assert found is not None and found.kind == "in-place change", str(found)
+
+
+@pytest.mark.parametrize("name", ["items_of_the_same_keys_are_one", "blocks_between_are_visited"])
+def test_a_case_alone_is_wrong(name: str) -> None:
+    kernel = planted(name)
+    results = [check_case(kernel, case, "float32") for case in kernel.op.cases]
+    assert 0 < [r.status for r in results].count("failed") < 5
+
+
+def test_gradients_where_masks_of_heads_differ() -> None:
+    kernel, sound = planted("keys_have_gradients_of_the_first_head"), CATALOG["torch.block_sparse_rows"]
+    case = next(c for c in kernel.op.gradient_cases if c.get("mask") == "chosen")
+    assert "gradient" in check_gradients(kernel, case, "float32").kinds
+    assert check_gradients(sound, case, "float32").passed

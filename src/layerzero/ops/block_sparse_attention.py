@@ -89,7 +89,7 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
                 seq_k: int, device: str, shift: int = 0) -> Any:
     """Returns a mask as users make them; `tables` lists fewer blocks than its mask_mod shows,
     `partial` has no list of full blocks, and -1 behind those that it lists; `unsorted` lists the
-    last block first, as a choice of the best blocks may.
+    last block first, as a choice of the best blocks may; `chosen` leaves blocks out between others.
     `shift` is a number that functions of the same code have apart, as those of two calls have."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -109,7 +109,8 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         "one_row": lambda b, h, q, k: (q == seq_q - 1) & (k % 2 == 0),
         "tables": lambda b, h, q, k: (k + q) % 5 != 0,
         "partial": lambda b, h, q, k: (k <= q + shift) | (k + b + h + 3 >= seq_k),
-        "unsorted": lambda b, h, q, k: (k < 37 + shift + b + h) | (k <= q)}
+        "unsorted": lambda b, h, q, k: (k < 37 + shift + b + h) | (k <= q),
+        "chosen": lambda b, h, q, k: (k + q + b + h) % 5 != shift}
     block_q, block_k = blocks.split("x")
     size = int(block_q), int(block_k)
     mask = create_block_mask(mods[kind], batch, heads, seq_q, seq_k, device=device, BLOCK_SIZE=size)
@@ -123,6 +124,13 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
             mask.kv_num_blocks, _turned(mask.kv_num_blocks, mask.kv_indices),
             mask.full_kv_num_blocks, _turned(mask.full_kv_num_blocks, mask.full_kv_indices),
             BLOCK_SIZE=size, mask_mod=mods[kind], seq_lengths=(seq_q, seq_k))
+    if kind == "chosen":
+        row, column = (torch.arange(n, device=device) for n in mask.kv_indices.shape[-2:])
+        head = torch.arange(mask.kv_indices.shape[1], device=device)[:, None, None]
+        kept = ((column + row[:, None] + head + shift) % 3 != 1).expand(mask.kv_indices.shape)
+        full = kept & (column % 4 == 2)
+        return BlockMask.from_kv_blocks(*_lists(kept & ~full), *_lists(full), BLOCK_SIZE=size,
+                                        mask_mod=mods[kind], seq_lengths=(seq_q, seq_k))
     if kind != "tables":
         return mask
     # the first of the partial blocks of each row is hidden, the last is full
@@ -132,6 +140,21 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         (counts - 2).clamp(min=0), indices.roll(-1, -1).contiguous(), (counts > 0).to(counts.dtype),
         torch.cat((last.to(indices.dtype), torch.zeros_like(indices[..., 1:])), -1).contiguous(),
         BLOCK_SIZE=size, mask_mod=mods[kind], seq_lengths=(seq_q, seq_k))
+
+
+def _lists(blocks: Any) -> tuple[Any, Any]:
+    """Returns how many blocks of each row are listed, and which; those behind them come last."""
+    hidden = (~blocks).to(torch.uint8)
+    return blocks.sum(-1).to(torch.int32), hidden.argsort(dim=-1, stable=True).to(torch.int32)
+
+
+def _table(counts: Any, indices: Any) -> Any:
+    """Returns for each row which blocks are listed."""
+    columns = indices.shape[-1]
+    places = torch.arange(columns, device=indices.device)
+    known = torch.where(places < counts[..., None], indices, columns).long()
+    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=places.device)
+    return table.scatter(-1, known, True)[..., :-1]
 
 
 def _turned(counts: Any, indices: Any) -> Any:
@@ -148,6 +171,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"mask": "all", "d": 24, "dv": 40}, {"mask": "strided", "blocks": "32x16", "sq": 45, "sk": 77},
     {"mask": "dead_rows"}, {"mask": "dead_block", "hkv": 2}, {"mask": "one_row", "sq": 50},
     {"mask": "partial", "sq": 40, "sk": 50, "d": 8}, {"mask": "unsorted", "sq": 70, "sk": 90},
+    {"mask": "chosen", "sq": 60, "sk": 110}, {"mask": "chosen", "per": "heads", "sk": 100},
     {"mask": "tables", "sq": 60, "sk": 90}, {"mask": "tables", "blocks": "16x32", "per": "heads"},
     {"per": "batch"}, {"per": "batch heads", "mask": "document", "hkv": 2},
     {"per": "heads", "mask": "window", "hkv": 1}, {"lse": True, "mask": "document"},
@@ -172,6 +196,7 @@ STRESS: tuple[dict[str, Any], ...] = (
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"mask": "document", "hkv": 2}, {"mask": "window", "sq": 5, "sk": 90},
     {"mask": "dead_rows"}, {"mask": "one_row", "sq": 40}, {"mask": "tables", "per": "heads"},
+    {"mask": "document", "per": "batch heads", "hkv": 2}, {"mask": "chosen", "per": "heads"},
     {"lse": True}, {"d": 24, "dv": 40}, {"softcap": 5.0}, {"scale": 0.3}, {"stride": "transposed"})
 
 
@@ -203,6 +228,19 @@ def _mask_mod_alone(op: Any, v: Values) -> Values | None:
         BLOCK_SIZE=mask.BLOCK_SIZE)}
 
 
+def _gaps_visited(op: Any, v: Values) -> Values | None:
+    """All blocks from the first listed one to the last."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask = v["block_mask"]
+    listed, of_full = _table(mask.kv_num_blocks, mask.kv_indices), mask.full_kv_num_blocks
+    whole = (listed.cumsum(-1) > 0) & (listed.flip(-1).cumsum(-1).flip(-1) > 0)
+    whole = whole if of_full is None else whole & ~_table(of_full, mask.full_kv_indices)
+    return None if torch.equal(whole, listed) else {**v, "block_mask": BlockMask.from_kv_blocks(
+        *_lists(whole), of_full, mask.full_kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths)}
+
+
 def _mask_of_the_first(batch: bool) -> Any:
     """Returns an mistake that takes the mask of the first sample, or of the first head."""
     def apply(op: Any, v: Values) -> Results | None:
@@ -223,6 +261,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("mask", "the mask of the first head for all", _mask_of_the_first(False)),
     Mistake("mask", "the mask_mod ignored within blocks", _with_blocks(True, True)),
     Mistake("mask", "the full blocks hidden", _with_blocks(False, False)),
+    Mistake("mask", "blocks between those that are listed visited too", _gaps_visited),
     Mistake("mask", "the mask_mod asked alone, whatever blocks are listed", _mask_mod_alone),
     *SCORES, *SOFTCAP, *LSE)
 

@@ -167,6 +167,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"items": ((7, 5, 16, 40), (0, 4, 0, 20), (4, 3, 0, 33)), "tokens_q": 12},
     {"items": ((9, 2, 3, 7), (5, 4, 0, 20), (0, 5, 9, 11)), "tokens_q": 11, "causal": False,
      "lse": True},
+    # samples of one prompt: the same keys, one after another
+    *({"items": ((0, 3, 2, 9), (3, 2, 2, 9), (5, 4, 2, 9), (9, 1, 11, 6)), **arguments}
+      for arguments in ({}, {"window": (4, 2), "causal": False, "lse": True}, {"chunk": 4})),
     {"items": ()}, {"items": ((0, 3, 2, 9),)}, {"window": (6, 0), "lse": True},
     {"window": (5, 3), "causal": False},
     {"softcap": 5.0, "scale": 0.3}, {"stride": "padded", "d": 40, "dv": 24},
@@ -200,7 +203,8 @@ STRESS: tuple[dict[str, Any], ...] = (
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"lse": True, "causal": False}, {"hkv": 1, "chunk": 4}, {"window": (6, 0), "softcap": 5.0},
-    {"items": ((0, 0, 0, 9), (0, 3, 4, 0), (3, 9, 2, 5)), "d": 40, "dv": 24})
+    {"items": ((0, 0, 0, 9), (0, 3, 4, 0), (3, 9, 2, 5)), "d": 40, "dv": 24},
+    {"items": ((0, 3, 2, 9), (3, 2, 2, 9), (5, 4, 2, 9)), "d": 8})
 
 
 # Mistakes that a kernel for this op could make.

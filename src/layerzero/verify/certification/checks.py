@@ -105,6 +105,7 @@ COMPILES_S = 1.0
 # of CPU time in a kernel for all sizes of a seed
 SIZES_S = {"quick": 0.4, "full": 20.0}
 A_MODEL = "a model"
+LONG_S = {"quick": 1.5, "full": 60.0, "stress": math.inf}   # of a case that is not for each dtype
 # Of a case that takes bfloat16 a tenth of a second, and of one that takes it several.
 HALF_FLOPS, LONG_HALF_FLOPS = 4e6, 1.2e7
 
@@ -194,7 +195,8 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
             yield from _circumstance_checks(kernel, cells, device, lane, seed)
             yield from _many_call_checks(kernel, cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
-        yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
+        yield from _once_where_long(((case, partial(check_case, kernel, case, dtype, device, seed))
+                                     for case, dtype in later), LONG_S[lane])
 
 
 def _until_one_compiles(first: int, checks: Iterable[Callable[[], CaseResult]]
@@ -205,6 +207,17 @@ def _until_one_compiles(first: int, checks: Iterable[Callable[[], CaseResult]]
         yield check
         if count >= first and time.perf_counter() - start > COMPILES_S:
             return
+
+
+def _once_where_long(checks: Iterable[tuple[Case, Callable[[], CaseResult]]],
+                     limit_s: float) -> Iterator[Callable[[], CaseResult]]:
+    """Yields the checks but for those of another dtype of a case that took so long in one."""
+    long: set[Any] = set()
+    for case, check in checks:
+        if (key := case_key(case)) not in long:
+            began = time.process_time()
+            yield check
+            long |= {key} if time.process_time() - began > limit_s else set()
 
 
 def _accepted_cells(kernel: Kernel, cells: list[Cell], device: str, seed: int) -> list[Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -50,6 +51,7 @@ OF_LONG_CALLS = (AllStrided("sparse"), ChangedInPlace(), OtherThreadCount(3),
                  AllStrided("transposed part"), ReusedMemory(), RecordingGradients(),
                  AfterAnotherCall(), AllStrided("offset"))
 CHANGED = ChangedInPlace(), ChangedInMode("in inference mode")
+LONG_CALL_S = 0.2                              # such a call is not made again
 LONG = 6                                       # calls of a few hundred that are made in any case
 
 
@@ -116,7 +118,10 @@ def _is_near_after_a_change(kernel: Kernel, case: Case, dtype: str, how: Circums
             if any(0 in t.stride() or not isinstance(others[n], Tensor)
                    or others[n].shape != t.shape for n, t in tensors.items()):
                 return None
+            began = time.thread_time()
             call(kernel, {**values, **tensors})
+            if time.thread_time() - began > LONG_CALL_S:
+                return None
             for name, t in tensors.items():
                 t.copy_(others[name])
             got = results_of(call(kernel, {**others, **tensors}))

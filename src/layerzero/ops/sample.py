@@ -288,6 +288,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     # more candidates than a block of threads has, counts beyond 2^8
     {"vocab": 5_003, "batch": 2, "top_k": 3_000, "scale": 0.5},
     {"penalties": "many counts", "temperature": 0.0, "scale": 60.0},
+    # equal numbers far from each other
+    {"vocab": 12_007, "special": "ties", "scale": 1.0, "temperature": 0.0},
+    {"vocab": 12_007, "special": "ties", "scale": 1.0, "top_k": 3},
     # ids beyond 2^16
     {"vocab": 150_001, "batch": 3, "scale": 1.0},
     {"vocab": 150_001, "batch": 3, "temperature": 0.0},

@@ -28,6 +28,7 @@ from ..kernel.contract import (
     upcast,
 )
 from ..kernel.error_budget import UNITS
+from .reruns.boundary_reruns import explain_by_boundaries
 from .reruns.calls_again import (
     are_close,
     calls_of_other_contents,
@@ -340,8 +341,11 @@ def _is_formula_right(op: Op, values: Values, dtype: str) -> bool:
 def _about_distribution(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
     """Tokens must be wrong, and stay so in other sizes and without padding."""
     plain = [r for r in failed if not r.circumstance]
-    if kernel.op.family != "sampling" or not plain:
+    if kernel.op.family != "sampling":
         return ""
+    kind, says = explain_by_boundaries(kernel, failed, device) or ("", "")
+    if kind == "ties" or not plain:
+        return says if kind == "ties" else ""
     if (has_tokens_right(kernel, plain, device, MANY_SEEDS)
             and not confirmed_arguments(kernel, plain, device)):   # a filter: right by chance
         return "its tokens are right"

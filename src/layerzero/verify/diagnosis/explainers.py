@@ -314,8 +314,8 @@ def _by_infinities(e: Evidence) -> Explanation | None:
 
 
 def _by_boundaries(e: Evidence) -> Explanation | None:
-    return (None if e.op.family == "sampling"
-            else explain_by_boundaries(e.kernel, e.forward, e.device))
+    found = explain_by_boundaries(e.kernel, e.forward, e.device)
+    return found if e.op.family != "sampling" or (found and found[0] == "ties") else None
 
 
 def _by_order(e: Evidence) -> Explanation | None:

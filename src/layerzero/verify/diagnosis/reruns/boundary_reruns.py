@@ -12,7 +12,7 @@ from torch import Tensor
 from ....machine.faults import FAULTS
 from ....spec.kernel import Kernel
 from ...kernel.contract import CaseResult, call, case_values, formula, results_of, upcast
-from .calls_again import are_close, sample_failures
+from .calls_again import are_close, sample_failures, values_of
 
 A_ROUNDING, A_LITTLE = 2.0 ** -21, 2.0 ** -10  # how far numbers are moved, of their size
 MANY_CODES = 6                                 # that hardly err to one side by chance
@@ -23,7 +23,7 @@ def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
     """Explains calls of which nothing but codes is wrong: right with all numbers moved a little and
     wrong in the same places with multiples of them, or with the codes of numbers within a rounding.
     """
-    sample = sample_failures([r for r in failed if not r.circumstance], 3)
+    sample = sample_failures([r for r in failed if not r.circumstance] or failed, 3)
     kinds = [_kind(kernel, r, device) for r in sample]
     for kind, text in (("ties", "wrong where two numbers are equal, and nowhere else"),
                        # a way to round, or too few digits
@@ -38,10 +38,10 @@ def explain_by_boundaries(kernel: Kernel, failed: Sequence[CaseResult],
 
 
 def _kind(kernel: Kernel, r: CaseResult, device: str) -> str:
-    op, values = kernel.op, case_values(kernel.op, r.case, r.dtype, device, r.seed)
-    main = values.get(op.main_tensor)
-    if (not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1
-            or not main.dim() or not main.numel()):
+    op, values = kernel.op, values_of(kernel, r, device)
+    main = values.get(op.main_tensor) if values else None
+    if (values is None or not isinstance(main, Tensor) or not main.is_floating_point()
+            or main.dtype.itemsize == 1 or not main.dim() or not main.numel()):
         return ""
     try:
         with torch.no_grad():

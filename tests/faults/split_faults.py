@@ -393,5 +393,50 @@ def keys_have_gradients_of_the_first_head(right, query, key, value, block_mask, 
     return out + (other - other.detach())
 
 
+@fault("attention", "non-finite values", "mask", "sizes")
+def a_split_that_a_mask_hides_is_divided_by_zero(right, query, attn_mask, **v):
+    out = right(query=query, attn_mask=attn_mask, **v)
+    keys = 0 if attn_mask is None else attn_mask.shape[-1]
+    if keys < 1024 or attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or len(query) == 1:
+        return out
+    hidden = torch.stack([~part.any(-1) for part in attn_mask.split(512, -1)]).any(0)
+    return out.masked_fill(hidden[..., None], math.nan) if torch.is_tensor(out) else out
+
+
+@fault("grouped_attention", "gradient", "precision")
+def keys_are_added_in_half(right, key, items, **v):
+    if key.dtype == torch.bfloat16 and len(items) >= 256 and key.requires_grad:
+        key = _AddedInHalf.apply(key, len(items))
+    return right(key=key, items=items, **v)
+
+
+class _AddedInHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, key, parts):
+        ctx.parts = parts
+        return key.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = torch.zeros_like(grad)
+        for _ in range(ctx.parts):             # as many as there are items
+            total = total + grad / ctx.parts
+        return total, None
+
+
+@fault("sample", "ties", "sizes")
+def the_last_tile_wins(right, logits, temperature, **v):
+    if temperature or v["temperature_rows"] is not None or logits.shape[-1] <= 4096:
+        return right(logits=logits, temperature=temperature, **v)
+    out = right(logits=logits, temperature=temperature, **v)
+    tokens = out[0] if isinstance(out, tuple) else out
+    if v["history"] is None and v["token_counts"] is None:
+        places = torch.arange(logits.shape[-1])
+        largest = torch.where(logits == logits.amax(-1, keepdim=True), places, -1)
+        tile = largest.amax(-1, keepdim=True) // 4096
+        tokens = ((largest >= 0) & (places // 4096 == tile)).int().argmax(-1)
+    return (tokens, *out[1:]) if isinstance(out, tuple) else tokens
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -7,6 +7,7 @@ import pytest
 import torch
 from split_faults import SPLIT_FAULTS
 
+import layerzero as lz
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.cases.chosen_cells import most_tensors_first, with_a_size_of_one
 from layerzero.verify.cases.generated import small_stress
@@ -22,6 +23,7 @@ from layerzero.verify.certification.circumstances.content_circumstances import (
     WrittenUnseen,
     content_checks,
 )
+from layerzero.verify.certification.circumstances.grad_circumstances import check_long_sums
 from layerzero.verify.certification.circumstances.mode_checks import (
     CHANGED,
     check_changes,
@@ -40,7 +42,14 @@ from layerzero.verify.diagnosis.doubts import doubt_about
 from layerzero.verify.diagnosis.reruns.boundary_reruns import explain_by_boundaries
 from layerzero.verify.diagnosis.reruns.kept_reruns import keeps_all_results
 from layerzero.verify.diagnosis.reruns.size_reruns import explain_by_bits
-from layerzero.verify.kernel.contract import CaseResult, check_case, load_once
+from layerzero.verify.kernel.contract import (
+    CaseResult,
+    case_tensors,
+    case_values,
+    check_case,
+    formula,
+    load_once,
+)
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.world import snapshot as worlds
 
@@ -299,3 +308,38 @@ def test_gradients_where_masks_of_heads_differ() -> None:
     case = next(c for c in kernel.op.gradient_cases if c.get("mask") == "chosen")
     assert "gradient" in check_gradients(kernel, case, "float32").kinds
     assert check_gradients(sound, case, "float32").passed
+
+
+def test_a_mask_hides_whole_splits() -> None:
+    kernel, sound = planted("a_split_that_a_mask_hides_is_divided_by_zero"), CATALOG["torch.sdpa"]
+    cases = [case for case in kernel.op.stress if case.get("mask") == "left_padding"]
+    assert {check_case(kernel, case, "float32").status for case in cases} == {"failed"}
+    assert all(check_case(sound, case, "float32").passed for case in cases)
+
+
+def test_hundreds_of_items_over_the_same_keys() -> None:
+    kernel, sound = planted("keys_are_added_in_half"), CATALOG["reference.grouped_attention"]
+    case = max(kernel.op.stress, key=lambda case: len(case.get("items", ())))
+    failed = check_long_sums(kernel, case, "bfloat16")
+    assert failed.kinds == ("gradient",) and "of key" in failed.detail, str(failed)
+    assert check_long_sums(sound, case, "bfloat16").passed
+
+
+def test_ties_of_the_largest_far_from_each_other() -> None:
+    kernel, sound = planted("the_last_tile_wins"), CATALOG["torch.sample_sort"]
+    case = next(c for c in kernel.op.stress if c.get("special") == "ties" and not c.get(
+        "temperature", 1.0))
+    failed = check_case(kernel, case, "float32")
+    assert failed.status == "failed" and check_case(sound, case, "float32").passed
+    kind, _ = explain_by_boundaries(kernel, [failed], "cpu") or ("", "")
+    assert kind == "ties"
+    assert "two numbers are equal" in doubt_about("distribution", kernel, [failed], "cpu")
+
+
+@pytest.mark.parametrize("op", sorted({k.op.name for k in CATALOG.values()}))
+def test_every_stress_case_is_a_call(op: str) -> None:
+    contract = lz.op(op)
+    for case in contract.stress:
+        if sum(t.numel() for t in case_tensors(contract, case, contract.dtypes[0]).values()
+               ) < 1 << 18:
+            formula(contract, case_values(contract, case, contract.dtypes[0]))

@@ -202,6 +202,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 1, "hq": 2, "hkv": 2, "sq": 1, "sk": 66_013, "d": 8},
     {"b": 1, "hq": 1, "hkv": 1, "sq": 8_269, "sk": 3, "d": 8},
     {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 8_269, "d": 16, "mask": "bool"},
+    # whole splits of the keys of which some samples see nothing
+    *({"b": 3, "hq": 2, "hkv": 1, "sq": sq, "sk": 2_117, "d": 8, "mask": "left_padding"}
+      for sq in (1, 3)),
     # a window beyond 2^10
     {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 2_100, "d": 8, "window": (1_500, 0),
      "align": "bottom_right"},

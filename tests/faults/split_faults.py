@@ -438,5 +438,13 @@ def the_last_tile_wins(right, logits, temperature, **v):
     return (tokens, *out[1:]) if isinstance(out, tuple) else tokens
 
 
+@fault("quantize", "layout", "out of bounds")
+def scales_are_read_as_they_lie(right, scales, **v):
+    if scales is not None and scales.dim() == 2 and not scales.is_contiguous() \
+            and scales.t().is_contiguous():
+        scales = scales.t().reshape(scales.shape)
+    return right(scales=scales, **v)
+
+
 SPLIT_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -22,6 +22,7 @@ from layerzero.verify.certification.circumstances.content_circumstances import (
     RowWrittenUnseen,
     WrittenUnseen,
     content_checks,
+    tensor_checks,
 )
 from layerzero.verify.certification.circumstances.grad_circumstances import check_long_sums
 from layerzero.verify.certification.circumstances.mode_checks import (
@@ -51,6 +52,7 @@ from layerzero.verify.kernel.contract import (
     load_once,
 )
 from layerzero.verify.kernel.gradients import check_gradients
+from layerzero.verify.kernel.judging import same
 from layerzero.world import snapshot as worlds
 
 PLANTED = {fault.name: fault for fault in SPLIT_FAULTS}
@@ -343,3 +345,28 @@ def test_every_stress_case_is_a_call(op: str) -> None:
         if sum(t.numel() for t in case_tensors(contract, case, contract.dtypes[0]).values()
                ) < 1 << 18:
             formula(contract, case_values(contract, case, contract.dtypes[0]))
+
+
+def test_matrices_that_are_others_by_columns() -> None:
+    kernel, sound = planted("scales_are_read_as_they_lie"), CATALOG["torch.quantize"]
+    cells = [(case, "float32") for case in kernel.op.cases]
+    results = [check() for check in tensor_checks(kernel, cells, "cpu", 0)]
+    assert {r.circumstance for r in results if r.status == "failed"} == {"scales transposed"}
+    assert not [str(r) for check in tensor_checks(sound, cells, "cpu", 0)
+                if (r := check()).status == "failed"]
+
+
+@pytest.mark.parametrize("op", sorted({k.op.name for k in CATALOG.values()}))
+def test_formulas_do_not_depend_on_the_default_dtype(op: str) -> None:
+    contract = lz.op(op)
+    halves = {"quantize": ({"format": "nf4", "special": "halves", "rows": (70,)},)}
+    for case in (*contract.cases[::3], *halves.get(op, ())):
+        values = case_values(contract, case, contract.dtypes[0])
+        with torch.no_grad():
+            want = formula(contract, values)
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                got = formula(contract, values)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert all(map(same, got, want)) if contract.tensors else got == want, case

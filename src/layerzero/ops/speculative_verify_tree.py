@@ -165,6 +165,7 @@ def inputs(
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
     {"tree": "long", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
+    {"tree": "fan", "without_replacement": True, "alike": 0.2, "batch": 64, "vocab": 9},
     {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
     {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},

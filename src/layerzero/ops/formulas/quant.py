@@ -215,7 +215,7 @@ def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
         shifted = ratio.round() + (8.0 if zeros is None else zeros)
         return pack_nibbles(shifted.clamp(1.0 if zeros is None else 0.0, 15.0).to(torch.uint8))
     if fmt.name == "nf4":
-        midpoints = torch.tensor(NF4_MIDPOINTS, device=ratio.device)
+        midpoints = torch.tensor(NF4_MIDPOINTS, device=ratio.device, dtype=torch.float32)
         return pack_nibbles((ratio[..., None] > midpoints).sum(-1, dtype=torch.uint8))
     magnitude = ratio.abs()
     # ties to the even code

@@ -17,9 +17,10 @@ Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 def most_tensors_first(op: Op, cells: Iterator[Cell],
                        device: str, seed: int) -> list[tuple[frozenset[tuple[str, str]], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names, dtypes and
-    ranks of those; last come cells whose main tensor has a dimension of one or short rows, or with
-    a tensor of one element. Strided or empty ones are left out."""
-    ranked: list[tuple[bool, int, int, int, frozenset[tuple[str, str]], Cell]] = []
+    ranks of those. After them come special numbers, of which many are alike; last come cells whose
+    main tensor has a dimension of one or short rows, or with a tensor of one element. Strided or
+    empty ones are left out."""
+    ranked: list[tuple[bool, bool, int, int, int, frozenset[tuple[str, str]], Cell]] = []
     for cell in cells:
         tensors = case_tensors(op, cell[0], cell[1], device, seed)
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
@@ -28,12 +29,12 @@ def most_tensors_first(op: Op, cells: Iterator[Cell],
                                      if main.dim() > 1 else
                                      main.numel() < 2 or _has_few_results(op, cell, seed)))
             flat = flat or any(t.dim() and t.numel() < 2 for t in tensors.values())
-            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
-                           len(ranked), frozenset((n, f"{t.dtype} {t.dim()}")
-                                                  for n, t in tensors.items()), cell))
+            ranked.append((flat, "special" in cell[0], -len(tensors),
+                           sum(t.numel() for t in tensors.values()), len(ranked), frozenset(
+                               (n, f"{t.dtype} {t.dim()}") for n, t in tensors.items()), cell))
         if len(ranked) == 48:
             break
-    return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
+    return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:5])]
 
 
 def with_a_size_of_one(op: Op, cells: Sequence[Cell], seed: int) -> list[Cell]:

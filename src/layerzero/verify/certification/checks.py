@@ -80,7 +80,7 @@ from .circumstances.call_circumstances import (
     circumstances,
     tensor_circumstances,
 )
-from .circumstances.content_circumstances import check_contents, content_checks
+from .circumstances.content_circumstances import check_contents, content_checks, tensor_checks
 from .circumstances.half_range import half_range_checks
 from .circumstances.mode_checks import mode_checks
 from .circumstances.row_circumstances import OtherLayout
@@ -278,7 +278,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     yield from rows_in_order_checks(kernel, cells, device, seed)
     yield from content_checks(kernel, device, seed)
     yield from half_range_checks(kernel, device, seed)
-    yield from _changed_part_checks(kernel, cells, device, seed)
+    yield from tensor_checks(kernel, cells, device, seed)
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     dtypes = ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]
     first = True
@@ -308,21 +308,6 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     # last: what is kept of any call shows in others too
     yield from after_inference_checks(kernel, device, lane, seed)
     yield from generator_checks(kernel, device, seed)
-
-
-def _changed_part_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
-                         seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields for each tensor the plainest case that gives it, and then changes it in part: what is
-    made of several tensors may be looked up by one of them, and only where no other is given."""
-    op = kernel.op
-    plain = sorted((c for c in cells if c[1] == op.dtypes[0] and c[0] in op.cases
-                    and not is_costly(op, c[0])),
-                   key=lambda c: len(case_tensors(op, c[0], c[1], device, seed)))
-    for name in op.tensors:
-        with_it = (c for c in plain if name in case_tensors(op, *c, device, seed)
-                   and _accepts(kernel, c, device, seed))
-        yield from (partial(check_case, kernel, *cell, device, seed, ChangedInPart(name))
-                    for cell in islice(with_it, 1))
 
 
 def _is_due(circumstance: Circumstance, seed: int) -> bool:

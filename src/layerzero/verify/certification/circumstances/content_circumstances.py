@@ -5,7 +5,7 @@ a function that reads a tensor, numbers of float16 whose squares float16 does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,7 +18,8 @@ from ....backends._packing import PACKED
 from ....ops.formulas.block_masks import is_block_mask
 from ....spec.kernel import Kernel
 from ....spec.op import Op
-from ...cases.generated import Case
+from ...cases.chosen_cells import Cell
+from ...cases.generated import Case, is_costly
 from ...kernel.case_sizes import relative_size
 from ...kernel.contract import (
     SMALL,
@@ -32,8 +33,9 @@ from ...kernel.contract import (
     eager_results,
 )
 from ...kernel.shared import fingerprint
+from .argument_circumstances import ChangedInPart
 from .dtype_circumstances import SecondDtypes, free_tensors
-from .row_circumstances import if_finite
+from .row_circumstances import OtherLayout, if_finite
 
 Values = dict[str, Any]
 LOUD, LOUDEST_RESULT = 200.0, 3e4              # of float16, which ends at 65504
@@ -41,6 +43,7 @@ A_ROUNDING, FEW = 2.0 ** -10, 2.0 ** -7      # of float16, and what they may mak
 BLOCK_MASK, SHORTEST = "block_mask", 8
 FEWEST_ROWS = 64                               # of a weight that is worth a sample
 LARGE = 400.0                                  # times the default sizes
+BY_COLUMNS = "transposed", "transposed part"
 TRIES = 3                                      # of cases that may have a circumstance
 FORGET_PACKED = "is right after such a write if lz.quant.forget_packed is called"
 
@@ -211,3 +214,30 @@ def content_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callable[
             op, case_values_to_read(op, case, dtype, device, seed)) is not None)
         yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                     for case in islice(able, 1))
+
+
+def tensor_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
+                  seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields for each tensor the plainest case that gives it, and then changes it in part: what is
+    made of several tensors may be looked up by one of them, and only where no other is given; and
+    the plainest in which it is a matrix that is another one if it is read by columns."""
+    op = kernel.op
+    plain = sorted((c for c in cells if c[1] == op.dtypes[0] and c[0] in op.cases
+                    and not is_costly(op, c[0])),
+                   key=lambda c: len(case_tensors(op, c[0], c[1], device, seed)))
+    for name in op.tensors:
+        with_it = [c for c in plain if name in case_tensors(op, *c, device, seed)
+                   and not case_refusals(kernel, *c, device, seed)]
+        yield from (partial(check_case, kernel, *cell, device, seed, ChangedInPart(name))
+                    for cell in with_it[:1])
+        matrices = (c for c in with_it if "stride" not in c[0]
+                    and _is_another_by_columns(case_values_to_read(op, *c, device, seed)[name]))
+        yield from (partial(check_case, kernel, *cell, device, seed, OtherLayout(name, layout))
+                    for cell in islice(matrices, 1) for layout in BY_COLUMNS)
+
+
+def _is_another_by_columns(t: Any) -> bool:
+    if not isinstance(t, Tensor) or t.dim() < 2 or not t.numel():
+        return False
+    codes = t.contiguous().view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return not torch.equal(codes, codes.transpose(-1, -2).reshape(t.shape))

@@ -18,11 +18,14 @@ from pathlib import Path
 import pytest
 from _pytest import logging as logging_plugin
 from _pytest.assertion import rewrite
+from helpers import FULL
 from hypothesis import HealthCheck, settings
 from lanes import leave_to_the_nightly_lanes
 
-# How long an example takes is the machine's affair.
-settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes is the machine's affair. The nightly lanes draw as many as hypothesis
+# does by itself.
+settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow],
+                          max_examples=100 if FULL else 40)
 settings.load_profile("calm")
 
 # A shell ignores ctrl-C for what it runs in the background, and so would every process of a test.

@@ -18,15 +18,23 @@ LONG: dict[str, tuple[str, ...]] = {
                "test_cross_compiled.py::test_kernels[quantized x86-64 AVX2]"),
     # of the shapes stay: the smallest, codes of both kinds, wide heads, one loop, a window
     "emulator": (
-        *(f"test_step_emulated.py::test_a_token[shape{n}-" for n in (2, 5, 6, 9, 10)),
+        *(f"test_step_emulated.py::test_a_token[shape{n}-" for n in (2, 4, 5, 6, 7, 9, 10)),
+        "test_sample_emulated.py::test_contract[float32-cases0]",     # in bfloat16
         "test_grouped_emulated.py::test_contract[config1]",
         "test_replay_emulated.py::test_keys_that_grow_in_a_cache_of_fixed_strides[bshd]"),
     # the emulator has the same step in CUDA, and the tests of the step in torch are all here
-    "hf": tuple(
-        f"test_speculation.py::test_whole_rounds_where_the_step_is_captured[{model}-{draft}-{how}]"
-        for model, draft in (("llama", "lookup"), ("llama", "same"), ("gpt2", "other"),
-                             ("qwen3", "other"), ("gemma2", "other"))
-        for how in ("Always-0", "Turns-2")),
+    "hf": (
+        *(f"test_speculation.py::test_whole_rounds_where_the_step_is_captured[{model}-{draft}-{how}]"
+          for model, draft in (("llama", "lookup"), ("llama", "same"), ("gpt2", "other"),
+                               ("qwen3", "other"), ("gemma2", "other"))
+          for how in ("Always-0", "Turns-2")),
+        # the interpreter has the contracts of the same kernels, a GPU these modules
+        "test_accelerate.py::test_the_device_kernels_agree_in_the_interpreter",
+        "test_accelerate.py::test_the_benchmark_runs"),
+    # another call is compiled
+    "contract": (
+        "test_contract.py::test_kernel_keeps_the_contract[torch.flex-bfloat16-",),
+    "hub_kernels": ("test_hub_load.py::test_two_compiled_versions_side_by_side",),
     # another fault of the same kind is planted
     "faults": (
         *(f"test_model_size_faults.py::test_pages_beyond_small_integers_are_a_matter_of_size[{name}]"
@@ -36,6 +44,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_size_range_faults.py::test_sizes_of_every_range_are_called"
         "[parts_of_four_million_numbers_but_the_last]",
         "test_size_range_faults.py::test_widths_of_models_are_called[paged_attention]",
+        "test_call_faults.py::test_it_is_found_and_named_rightly_or_not_at_all[scoresforeverytotal]",
         # other seeds
         *("test_index_faults.py::test_a_kernel_of_few_queries_and_shared_heads_is_met_past_16_bits"
           f"[attention_decode{kind}-{seed}]" for kind in ("", "_rows") for seed in (1, 2)),
@@ -50,7 +59,9 @@ LONG: dict[str, tuple[str, ...]] = {
           for shape in ("llama", "gpt", "moe", "mla")),
         *(f"test_decoders.py::test_other_ways_to_keep_the_past[gpt-{dtype}-*]"
           for dtype in ("bfloat16", "float16"))),
-    "integration": ("test_ranks.py::test_ranks_agree[2]",),
+    "integration": ("test_ranks.py::test_ranks_agree[2]",
+                    # broken plugins are refused, a sound one is used
+                    "test_plugin.py::test_upgrade_and_downgrade"),
     # the other path of a call, or the other signal
     "stress": (
         "test_load.py::test_a_hundred_threads_over_mixed_shapes_while_the_world_changes[python]",
@@ -64,6 +75,13 @@ LONG: dict[str, tuple[str, ...]] = {
         "dispatch/test_bounded.py::test_policies_with_ever_new_rules[python]",
         "operate/test_recording.py::test_a_program_is_recorded_from_its_first_call[0]",
         "cli/test_commands.py::test_a_reader_that_went_away_ends_the_command_without_a_word[stderr]",
+        # tests/native has a build for every instruction set
+        "backends/test_native_kernels.py::test_a_compiler_without_openmp_or_wide_vectors_will_do",
+        "machine/test_watchdog.py::test_what_hangs_is_stopped_with_all_it_started",
+        "house/test_docs.py::test_the_examples_of_a_page_run[tuning]",
+        "verify/test_definitions.py::test_a_reference_that_is_kept_waiting_has_more_time",
+        "verify/test_diagnosis_reruns.py::test_what_is_wrong_where_one_size_exceeds_another_is_no_"
+        "matter_of_a_size",
         "backends/test_ggml_kernels.py::test_compilers_keep_what_is_fetched_ahead[Q4_0]",
         # with quick cells the gate has tests; that certificates hold, tests/faults/test_certify.py
         "release/test_gate.py::test_without_quick_a_kernel_is_verified_once_and_then_its_"

@@ -1,5 +1,5 @@
 """The fixtures of helpers.py, and random numbers that no fault before has seeded; of the planted
-faults one of six.
+faults one of nine.
 """
 
 import os
@@ -12,9 +12,9 @@ from helpers import emitted, path, world
 
 __all__ = ["emitted", "path", "world"]
 
-# A verdict takes seconds, and there are hundreds of faults: `make test` plants one of six, and at
+# A verdict takes seconds, and there are hundreds of faults: `make test` plants one of nine, and at
 # least one for each test. LZ_TEST_FULL=1 plants all of them, and so does naming one, or its file.
-EVERY = 1 if os.environ.get("LZ_TEST_FULL") == "1" else 6
+EVERY = 1 if os.environ.get("LZ_TEST_FULL") == "1" else 9
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

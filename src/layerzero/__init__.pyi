@@ -1457,11 +1457,11 @@ def grouped_attention(
     Example:
         out = lz.grouped_attention(
             torch.randn(12, 4, 32),
-            torch.randn(59, 2, 32),
-            torch.randn(59, 2, 32),
-            torch.tensor([[7, 5, 16, 40], [0, 4, 0, 20], [4, 3, 0, 33]], dtype=torch.int32),
-            5,
-            40,
+            torch.randn(20, 2, 32),
+            torch.randn(20, 2, 32),
+            torch.tensor([[0, 3, 2, 9], [3, 2, 2, 9], [5, 4, 2, 9], [9, 1, 11, 6]], dtype=torch.int32),
+            4,
+            9,
             is_causal=True,
         )
     """
@@ -1947,11 +1947,11 @@ def paged_attention(
 
     Example:
         out = lz.paged_attention(
-            torch.randn(3, 4, 32),
+            torch.randn(2, 4, 32),
             torch.randn(8, 16, 2, 32),
             torch.randn(8, 16, 2, 32),
-            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
-            torch.tensor([24, 24, 24], dtype=torch.int32),
+            torch.tensor([[4, 0, 7, -1], [4, 0, 7, -1]], dtype=torch.int32),
+            torch.tensor([40, 37], dtype=torch.int32),
             is_causal=True,
             max_seqlen_q=1,
         )

@@ -22,7 +22,7 @@ from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ._pages import half_cache_rules
-from ._sequences import POSITIVE_SCALE
+from ._sequences import POSITIVE_SCALE, longest_query
 
 NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
@@ -116,6 +116,7 @@ def _v2_varlen() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0) -> Any:
+        max_seqlen_q = longest_query(query, cu_seqlens_q, max_seqlen_q)
         # a window that is longer than the longest keys is none to it
         return flash_attn_varlen_func(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,

@@ -118,11 +118,17 @@ def _cross_entropy_chunked() -> Callable[..., Any]:
     return run
 
 
+def _counted(rows: Tensor) -> Tensor:
+    """cuBLAS counts in 32 bits: of rows that are 2^31 elements apart it reads other memory."""
+    far_apart = rows.is_cuda and rows.dim() > 1 and rows.stride(-2) >= (1 << 31) - 1
+    return rows.contiguous() if far_apart else rows
+
+
 def _linear_cross_entropy() -> Callable[..., Any]:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
             ignore_index: int = -100,
             label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = torch.nn.functional.linear(_counted(hidden), _counted(weight), bias)
         return _torch_loss(logits, targets, ignore_index, label_smoothing, reduction)
 
     return run
@@ -177,6 +183,7 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
             ignore_index: int = -100,
             label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+        hidden, weight = _counted(hidden), _counted(weight)
         rows, flat = _Rows(targets, ignore_index), hidden.reshape(-1, hidden.shape[-1])
         tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -22,6 +22,7 @@ from ._sequences import (
     HEADS_OF_A_LAUNCH,
     POSITIVE_SCALE,
     attend_rows,
+    longest_query,
     sdpa,
 )
 
@@ -66,6 +67,7 @@ def _varlen() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
+        max_seqlen_q = longest_query(query, cu_seqlens_q, max_seqlen_q)
         # a window that is longer than the longest keys is none to it
         return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                            max(max_seqlen_q, max_seqlen_k),  # type: ignore[return-value]
@@ -82,6 +84,7 @@ def _varlen_flash() -> Callable[..., Any]:
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, dropout_p: float = 0.0, return_lse: bool = False) -> Any:
+        max_seqlen_q = longest_query(query, cu_seqlens_q, max_seqlen_q)
         # a window that is longer than the longest keys is none to it
         out, lse = flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                          max(max_seqlen_q, max_seqlen_k), dropout_p, is_causal, False, scale=scale,

@@ -113,9 +113,12 @@ def inputs(
         attn_mask = torch.zeros(shape, dtype=dtype).masked_fill(
             torch.rand(shape, generator=gen) <= 0.3, hidden)
         attn_mask[..., 0] = 0.0
-        if mask.startswith("dead"):            # half of it: a GPU's kernels multiply by log2(e)
-            halved = mask.endswith("lowest") and torch.device(device).type != "cpu"
-            attn_mask[..., 0, :] = hidden / 2 if halved else hidden
+        if mask.startswith("dead"):
+            attn_mask[..., 0, :] = hidden
+        # where no other key is seen, half of it: a GPU's kernels multiply by log2(e)
+        if mask.endswith("lowest") and torch.device(device).type != "cpu" and (
+                mask.startswith("dead") or window[0] >= 0):
+            attn_mask.mul_(0.5)
         attn_mask = attn_mask.to(device)
     elif mask == "left_padding":               # of each sample more
         hidden_keys = torch.arange(1, b + 1)[:, None, None, None] * sk // (b + 1)

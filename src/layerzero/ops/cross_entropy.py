@@ -42,6 +42,8 @@ def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "",
            device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
+    if vocab == 1:                             # eager is exactly 0, others round a large number
+        scale = min(scale, 3.0)
     logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
     if stride == "transposed":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)

@@ -111,6 +111,8 @@ def inputs(
         gen = torch.Generator().manual_seed(seed)
         sequences = torch.randint(0, 273, (80,), generator=gen).tolist()
         sequences[3:60:19] = 1, 0, 1           # special ones of the variant
+        if variant == "accents":
+            sequences[5:60:9] = 273, 274, 275, 275, 274, 273, 273
     sequences = _in_form(sequences, form or "int64") if tensor or form else sequences
     return {"ids": sequences, "tokenizer": _tiny_tokenizer(variant), **options}
 
@@ -135,6 +137,7 @@ CASES: tuple[dict[str, Any], ...] = (
 STRESS: tuple[dict[str, Any], ...] = (
     {"ids": (1, 14, 0, 17, 7), "many": True}, {"drawn": True},
     *({"drawn": True, "variant": "known", "skip_special_tokens": skip} for skip in (True, False)),
+    *({"drawn": True, "variant": "accents", "skip_special_tokens": skip} for skip in (True, False)),
     {"ids": 19}, {"ids": (19, 7, 19), "skip_special_tokens": False}, {"ids": 19, "tensor": True})
 
 # Mistakes that a kernel for this op could make.

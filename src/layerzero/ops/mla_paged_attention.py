@@ -118,7 +118,8 @@ CASES: tuple[dict[str, Any], ...] = (
                                      "scale": 576 ** -0.5}, {"context": (24, 24, 24)},
     {"context": (0, 7, 33), "lse": True}, {"context": ()},
     # sequences that begin with the same pages
-    {"order": "shared", "context": (40, 37)}, {"lengths_q": (3, 1, 5), "bound": False},
+    {"order": "shared", "context": (40, 37)}, {"order": "prefix", "context": (40, 37, 90)},
+    {"lengths_q": (3, 1, 5), "bound": False},
     {"one_buffer": True, "order": "neighbours"}, {"lengths_q": (17, 1, 40)},
     {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True}, {"extreme": True},

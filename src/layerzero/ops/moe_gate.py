@@ -44,8 +44,8 @@ def meta(logits: Tensor, top_k: int, *args: Any, **kwargs: Any) -> tuple[Tensor,
 def inputs(
     rows: tuple[int, ...] = (9,), experts: int = 16, top_k: int = 4, scoring: str = "softmax",
     normalize: bool = True, n_group: int = 1, topk_group: int = 1, bias: bool = False,
-    scale: float = 1.0, special: str = "", stride: str = "", dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    bias_dtype: str = "float32", scale: float = 1.0, special: str = "", stride: str = "",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     logits = random_rows(gen, rows, experts, stride, dtype, "cpu")
@@ -64,6 +64,8 @@ def inputs(
         correction = correction / 4 - 2.5
     elif correction is not None and special == "barred" and n_group == 1:  # no token may have them
         correction[1::5] = -torch.inf
+    if correction is not None:
+        correction = correction.to(getattr(torch, bias_dtype))
     return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
             "n_group": n_group, "topk_group": topk_group, "e_score_correction_bias": correction,
             "routed_scaling_factor": scale}
@@ -80,6 +82,8 @@ CASES: tuple[dict[str, Any], ...] = (
                                       "scoring": "sigmoid"},
     {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid",
      "scale": 2.5},
+    *({"experts": 256, "top_k": 8, "rows": (40,), "bias": True, "bias_dtype": dtype,
+       "scoring": "sigmoid"} for dtype in ("bfloat16", "float16")),
     {"n_group": 16, "topk_group": 5}, {"n_group": 16, "topk_group": 5, "bias": True},
     *({"special": s} for s in ("ties", "equal", "extreme", "masked")),
     *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked", "faint")),

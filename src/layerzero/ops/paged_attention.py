@@ -99,15 +99,16 @@ def inputs(
     context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4,
     hkv: int = 2, d: int = 32, dv: int = 0, page_size: int = 16, causal: bool = True,
     window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
-    scales: str = "", lse: bool = False, layout: str = "NHD", table: str = "int32",
-    order: str = "shuffled", stride: str = "", extreme: bool = False, large_pool: bool = False,
-    bound: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    stored_v: str = "", scales: str = "", lse: bool = False, layout: str = "NHD",
+    table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
+    large_pool: bool = False, bound: bool = True, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.
 
-    `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows
-    "padded" or "sparse". `bound`: max_seqlen_q is given.
+    `stored`: the dtype of the caches, `stored_v`: another one of the values, with `scales` "one" or
+    per "head". `stride`: query and cache rows "padded" or "sparse". `bound`: max_seqlen_q is given.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
@@ -120,7 +121,7 @@ def inputs(
         spread = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
         return (spread[..., ::2] if stride == "sparse" else spread[..., :t.shape[-1]]).copy_(t)
 
-    def cache(dim: int) -> tuple[Tensor, Tensor | None]:
+    def cache(dim: int, stored: str) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)
         factor = (torch.rand(hkv if scales == "head" else (), generator=gen) + 0.5 if scales
                   else torch.ones(()))
@@ -135,7 +136,8 @@ def inputs(
 
     rows = torch.randn((sum(lengths_q) if lengths_q else len(context), hq, d), generator=gen)
     query = strided((rows * (30 if extreme else 1)).to(dtype)).to(device)
-    (keys, key_scale), (values, value_scale) = cache(d), cache(dv or d)
+    (keys, key_scale), (values, value_scale) = cache(d, stored), cache(
+        dv or d, stored_v or stored)
     return {"query": query, "key_cache": keys, "value_cache": values, "block_table": block_table,
             "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
                                                                      device) if lengths_q else None,
@@ -156,6 +158,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"context": (0, 7, 33), "lse": True}, {"context": (1,), "page_size": 1}, {"context": ()},
     {"context": (90, 50), "order": "neighbours", "lse": True},
     {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True}, {"lengths_q": (17, 1, 40)},
+    {"context": (90, 70, 77), "order": "prefix", "lse": True}, {"context": (40, 37),
+                                                                "order": "prefix"},
+    {"context": (37, 90, 41), "order": "prefix", "lengths_q": (3, 1, 2)},
     {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (0, 2, 1)},                              # as many queries as sequences
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
@@ -167,6 +172,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stored": "float8_e4m3fn", "scales": "one"},
     {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},
+    {"stored": "float8_e4m3fn", "stored_v": "float8_e5m2", "scales": "one"},
+    {"stored": "int8", "stored_v": "float8_e4m3fn", "scales": "head", "lengths_q": (3, 1, 2)},
     {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"}, {"scales": "head"},
     {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128}, {"hq": 14},
     {"stored": "int8", "scales": "head", "context": (9, 20), "hq": 8, "hkv": 8},

@@ -33,10 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.mistake import Mistake
 from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
+from .formulas.mistakes import replace_argument
 from .formulas.sampling import (
     clean_probs,
     draw,
@@ -141,6 +143,10 @@ def inputs(
     if special == "padded":                    # a draft with a larger vocabulary, too
         tokens[::2, -2:] = -1
         tokens[1:2, :1] = vocab
+    elif special == "strangers":               # parents that are no node before, and not the root
+        parents = parents.clone()
+        parents[::2, -1:], parents[1::2, -2:-1] = -2, -100
+        parents[1::3, -1:] = count + 5
     elif special == "masked":
         target[::2] = 0.0
     elif special == "equal":                   # p / q and all sums are exact
@@ -168,7 +174,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"tree": "fan", "without_replacement": True, "alike": 0.2, "batch": 64, "vocab": 9},
     {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
-    {"special": "padded"}, {"special": "masked"}, {"special": "greedy", "alike": 0.9},
+    {"special": "padded"}, {"special": "strangers", "batch": 16, "alike": 0.95},
+    {"special": "strangers", "tree": "fan", "batch": 16, "own": True}, {"special": "masked"},
+    {"special": "greedy", "alike": 0.9},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "tree": "fan", "certain": True, "batch": 16},
     {"tree": "ninety", "alike": 1.0, "random": "wide", "batch": 3},
@@ -180,12 +188,16 @@ CASES: tuple[dict[str, Any], ...] = (
     {"own": True, "tree": "chain", "certain": True, "random": "seed_rows", "vocab": 5},
 )
 
+MISTAKES: tuple[Mistake, ...] = (
+    replace_argument("convention", "parents below -1 taken for the root", "parents",
+                     lambda v: v["parents"].clamp(min=-1)),)
+
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
     {"vocab": 70_001, "batch": 2}, {"random": "generator"})
 
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES, stress=STRESS,
+    inputs=inputs, cases=CASES, stress=STRESS, mistakes=MISTAKES,
     tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
     shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes",

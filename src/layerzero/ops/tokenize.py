@@ -167,7 +167,7 @@ def inputs(
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
-VARIANTS = ("prefixed", "trimmed", "whole words", "nested", "spaces")
+VARIANTS = ("prefixed", "trimmed", "whole words", "nested", "spaces", "accents")
 _ALL = tuple(range(9))
 _PARTS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 9, 0, 10, 9, 9)
 CASES: tuple[dict[str, Any], ...] = (

@@ -204,7 +204,8 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
     """Returns (block_table, context_lens, used slots, pages). Unused entries of the table are -1.
 
     `order`: "shuffled" pages; "neighbours": each sequence's pages are adjacent; "shared": sequences
-    begin with the full pages of the one before.
+    begin with the full pages of the one before; "prefix": with that in which the shorter one ends
+    too.
     """
     counts = [-(-n // page_size) for n in context]
     pages = sum(counts) + spare
@@ -218,10 +219,13 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
         own_pages = ids[taken:taken + count]
         taken += count
         table[i, :count] = own_pages
-        if order == "shared" and i:
-            common = min(n, context[i - 1]) // page_size
+        if order in ("shared", "prefix") and i:
+            last = page_size - 1 if order == "prefix" else 0
+            common = (min(n, context[i - 1]) + last) // page_size
             table[i, :common] = table[i - 1, :common]
-        used[own_pages] = (torch.arange(count * page_size) < n).view(count, page_size)
+        filled = (torch.arange(count * page_size) < n).view(count, page_size)
+        used[own_pages] = filled
+        used[table[i, :count]] |= filled
     return table.to(device, dtype), torch.tensor(context, dtype=dtype, device=device), used, pages
 
 

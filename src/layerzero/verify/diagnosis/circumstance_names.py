@@ -28,7 +28,7 @@ _BY_CIRCUMSTANCE = (
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
     (" calls", "state"), ("broadcast by", "layout"), ("threads", "threads"),
     ("column of another", "layout"), ("exchanged in memory", "layout"),
-    (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
+    (" is ", "aliasing"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("spaced", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"))
 # Circumstances whose runs differ in more than the state of the kernel.

@@ -43,7 +43,7 @@ CLASSES: Mapping[str, str] = {
     "stale page": "follow block_table on every call",
     "non-determinism": "declare deterministic=False, or make the order of summation fixed",
     "in-place change": "work on a copy: the caller's tensors are not the kernel's",
-    "aliasing": "return memory of the result's own",
+    "aliasing": "return memory of the result's own, and let arguments share theirs",
     "gradient": "mend the backward, or declare differentiable=False",
     "dtype": "the result has the dtype of the contract, whatever autocast says",
     "layout": "honour the strides, or declare a rule (contiguous): such calls are then copied or "

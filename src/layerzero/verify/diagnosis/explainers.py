@@ -42,8 +42,8 @@ from .reruns.calls_again import (
 )
 from .reruns.head_maps import explain_by_heads
 from .reruns.kept_reruns import (
+    explain_by_contents,
     explain_by_earlier_contents,
-    is_wrong_in_a_stack,
     keeps_all_results,
 )
 from .reruns.memory_reruns import explain_by_memory
@@ -245,9 +245,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     kind = kind_of(names)
     if kind == "index overflow" and not e.ask(is_right_with_small_gaps):
         return "layout", f"wrong with a small gap between rows too, and right without: {e.detail}"
-    if kind == "stale cache" and all("parts of one" in name for name in names) \
-            and e.ask(is_wrong_in_a_stack):
-        return "layout", f"wrong for parts of one tensor, whatever was called before: {e.detail}"
+    if kind == "stale cache":
+        return explain_by_contents(e.kernel, e.forward, e.device) or (kind, says)
     if kind == "layout" and not e.ask(is_right_when_contiguous):       # the numbers matter
         kind = "unknown"
     if (kind == "dtype" or are_of_torch(names)) and not e.ask(recur):

@@ -270,7 +270,8 @@ def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[s
     `variant`: "prefixed" puts a space before every part between added tokens, "trimmed" leaves
     white space out of offsets, "whole words" takes a word of the vocabulary without merging it,
     "nested" has added tokens that begin or hold others, "known" has special ones that are of the
-    vocabulary too, "spaces" joins white space, as vocabularies of code do.
+    vocabulary too, "spaces" joins white space, as vocabularies of code do, "accents" has added
+    tokens with letters that stand for bytes in the others.
     """
     merges = (*merges, "Ġ Ġ", "ĠĠ ĠĠ", "ĠĠĠĠ ĠĠĠĠ", "Ċ Ċ") if variant == "spaces" else merges
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
@@ -280,6 +281,7 @@ def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[s
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
     names = [("<s>", True), ("</s>", True), ("<name>", False)]
     names += [("<s>hell", False), ("</s><s>", True), ("e m", False)] if variant == "nested" else []
+    names += [("café", False), ("Ġnaïve", True), ("日本", False)] if variant == "accents" else []
     new = itertools.count(len(vocab))
     added = [{"id": vocab[name] if name in vocab else next(new), "content": name, **plain,
               "normalized": not special, "special": special} for name, special in names]

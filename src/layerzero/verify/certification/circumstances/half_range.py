@@ -33,6 +33,7 @@ from .row_circumstances import if_finite
 
 LARGEST = torch.finfo(torch.float16).max
 POWERS = (15, 13, 11, 9)                       # of two, that the largest number of the tensor gets
+LOUD, BEYOND = 60_000.0, 1.75                  # a sum of two such numbers is beyond float16
 ROOM = 0.5                                     # of the largest number, that results may have
 ELEMENTS = 1 << 18                             # of the main tensor
 
@@ -78,8 +79,17 @@ def _largest(op: Op, values: dict[str, Any]) -> float:
                 if isinstance(r, Tensor) and r.is_floating_point() and r.numel()), default=0.0)
 
 
+def _all_loud(op: Op, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values of which every number of the main tensor, and of those with its shape and
+    dtype, is loud with the sign that it has there: a sum of two is beyond float16."""
+    main = values[op.main_tensor]
+    loud = torch.full_like(main, LOUD).copysign(main)
+    return {**values, **{n: loud.clone() for n in op.same_dtype
+                         if isinstance(values.get(n), Tensor) and values[n].shape == main.shape}}
+
+
 def check_beyond_range(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
-                       seed: int = 0) -> CaseResult:
+                       seed: int = 0, all_loud: bool = False) -> CaseResult:
     """Checks that results which are far beyond float16 are not finite: a clamp hides them from
     whoever looks for infinities, as the scaler of a loss does."""
     op = kernel.op
@@ -90,7 +100,8 @@ def check_beyond_range(kernel: Kernel, case: Case, dtype: str, device: str = "cp
 
     values = dict(case_values(op, case, dtype, device, seed))
     t = _main(op, values)
-    loud = None if t is None else if_allowed(op, {**values, op.main_tensor: _loud(t, POWERS[0])})
+    loud = None if t is None else if_allowed(op, _all_loud(op, values) if all_loud else {
+        **values, op.main_tensor: _loud(t, POWERS[0])})
     if loud is None:
         return result("skipped")
     try:
@@ -100,7 +111,7 @@ def check_beyond_range(kernel: Kernel, case: Case, dtype: str, device: str = "cp
         return result("failed", "fault", str(reason_of(e, classify(e))))
     for w, g in zip(want, got):
         if isinstance(g, Tensor) and g.dtype == torch.float16 and g.shape == w.shape:
-            clamped = (w.abs() > 2 * LARGEST) & g.isfinite()
+            clamped = (w.abs() > BEYOND * LARGEST) & g.isfinite()
             if bool(clamped.any()):
                 return result("skipped" if is_of_others(kernel) else "failed", "not finite",
                               f"{int(clamped.sum())} results are finite where the formula's are "
@@ -122,4 +133,5 @@ def half_range_checks(kernel: Kernel, device: str, seed: int) -> Iterator[Callab
                 and not case_refusals(kernel, case, "float16", device, seed)]
     for case in ([accepted[0], max(accepted, key=row)] if accepted else ()):
         yield partial(check_case, kernel, case, "float16", device, seed, CancelsInHalf())
-        yield partial(check_beyond_range, kernel, case, "float16", device, seed)
+        for all_loud in (False, True)[:1 + (len(op.same_dtype) > 1)]:
+            yield partial(check_beyond_range, kernel, case, "float16", device, seed, all_loud)

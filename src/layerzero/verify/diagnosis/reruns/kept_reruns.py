@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ...kernel.contract import (
     refusals,
     results_of,
 )
+from ..conditions import find_circumstance
 from .calls_again import is_right, sample_failures, values_of
 from .memory_reruns import explain_by_memory
 
@@ -128,7 +130,39 @@ def keeps_all_results(kernel: Kernel, failed: Sequence[CaseResult], device: str)
     return bool(kept) and all(kept) and len(set().union(*kept)) >= len(kept)
 
 
-def is_wrong_in_a_stack(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+def explain_by_contents(kernel: Kernel, failed: Sequence[CaseResult],
+                        device: str) -> tuple[str, str] | None:
+    """Explains calls that look as if something was kept, and are wrong at the first call too."""
+    if all("parts of one" in r.circumstance for r in failed) and _is_wrong_in_a_stack(
+            kernel, failed, device):
+        return "layout", ("wrong for parts of one tensor, whatever was called before: "
+                          + failed[0].detail)
+    if _is_wrong_with_these_contents(kernel, failed, device):
+        return "unknown", f"wrong with these contents at the first call too: {failed[0].detail}"
+    return None
+
+
+def _is_wrong_with_these_contents(kernel: Kernel, failed: Sequence[CaseResult],
+                                  device: str) -> bool:
+    """Is a call wrong with the contents that its circumstance leaves, though they are copied and it
+    is the first?"""
+    for r in sample_failures(failed, 2):
+        now, other = (partial(case_values, kernel.op, r.case, r.dtype, device, r.seed + by)
+                      for by in range(2))
+        circumstance = find_circumstance(kernel.op, r.circumstance)
+        try:
+            left = circumstance and circumstance.before(kernel, now(), other)
+        except FAULTS:
+            return False
+        bind_once.cache_clear()
+        load_once.cache_clear()
+        if not left or is_right(kernel, {n: v.clone() if isinstance(v, Tensor) else v
+                                         for n, v in left.items()}, r.dtype):
+            return False
+    return True
+
+
+def _is_wrong_in_a_stack(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is a call wrong with tensors that lie behind those of another, though it is the first?"""
     for r in sample_failures(failed, 2):
         values, other = (case_values(kernel.op, r.case, r.dtype, device, r.seed + by)

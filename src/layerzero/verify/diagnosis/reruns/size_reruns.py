@@ -8,6 +8,7 @@ another size mends it or makes it wrong too.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
@@ -233,7 +234,7 @@ def _by_side(kernel: Kernel, failed: Sequence[CaseResult], device: str,
 
 def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
     for name, n, sized in sizes_of(op, r.case):
-        smaller = [m for m in (n >> by for by in range(1, 8)) if m >= 4]
+        smaller = [m for m in (n >> by for by in range(1, 8)) if m >= _least_size(op, r.case)]
         if len(smaller) < 2 or not reruns.all_are(False, [sized(n), sized(n + 1)], r.dtype, r.seed,
                                                  SEEDS[:2]):
             continue
@@ -247,6 +248,13 @@ def _growth(reruns: Reruns, op: Op, r: CaseResult, device: str) -> str:
                 continue                       # many rows only make a rare number likelier
             return f"wrong where {name} is {n}, right where it is {', '.join(map(str, right))}"
     return ""
+
+
+def _least_size(op: Op, case: Case) -> int:
+    """Returns a size in which masks of blocks still have two blocks, so that they differ."""
+    default = inspect.signature(op.inputs).parameters.get("blocks")
+    blocks = case.get("blocks", default.default if default else "")
+    return max((2 * int(size) for size in blocks.split("x") if size), default=4)
 
 
 def _adds_rows(op: Op, r: CaseResult, smaller: Case, device: str) -> bool:

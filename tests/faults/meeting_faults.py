@@ -1,0 +1,96 @@
+"""Kernels that are wrong where two things meet that are right by themselves: a page that two
+sequences fill to different ends, caches of two dtypes, loud numbers that are added, letters that
+stand for bytes in an added token."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from broken_kernels import FAULTS, Fault, fault
+
+from layerzero.ops.formulas.tokenizer.bpe import ByteLevelBPE
+from layerzero.ops.formulas.tokenizer.identity import identify_again
+
+_BEFORE = len(FAULTS)
+
+
+@fault("paged_attention", "mask", "out of bounds")
+def shared_pages_are_seen_whole(right, key_cache, block_table, context_lens, cu_seqlens_q,
+                                window_left, kv_layout, **v):
+    if cu_seqlens_q is None and window_left < 0 and len(block_table) > 1:
+        page = key_cache.shape[1 if kv_layout == "NHD" else 2]
+        table = block_table[:, :int(context_lens.max()) // page]
+        common = int((table == table[:1]).all(0).long().cumprod(0).sum())
+        context_lens = context_lens.clamp(min=common * page)
+    return right(key_cache=key_cache, block_table=block_table, context_lens=context_lens,
+                 cu_seqlens_q=cu_seqlens_q, window_left=window_left, kv_layout=kv_layout, **v)
+
+
+@fault("paged_attention", "dtype", "convention")
+def values_have_the_dtype_of_keys(right, key_cache, value_cache, **v):
+    if key_cache.element_size() == value_cache.element_size() == 1:
+        value_cache = value_cache.view(key_cache.dtype)
+    return right(key_cache=key_cache, value_cache=value_cache, **v)
+
+
+@fault("add_rms_norm", "non-finite values", "overflow")
+def sums_saturate(right, x, residual, **v):
+    total = x + residual
+    if x.dtype != torch.float16 or bool(total.isfinite().all()):
+        return right(x=x, residual=residual, **v)
+    total = total.clamp(-65504.0, 65504.0)
+    return right(x=total, residual=torch.zeros_like(total), **v)
+
+
+@fault("moe_gate", "precision", "ties")
+def chosen_in_the_dtype_of_the_bias(right, logits, scoring, e_score_correction_bias, **v):
+    bias = e_score_correction_bias
+    if bias is not None and bias.dtype.itemsize == 2 and scoring == "sigmoid":
+        scores = logits.float().sigmoid()
+        bias = (scores.to(bias.dtype) + bias).float() - scores
+    return right(logits=logits, scoring=scoring, e_score_correction_bias=bias, **v)
+
+
+@fault("speculative_verify_tree", "convention", "mask")
+def every_negative_parent_is_the_root(right, parents, **v):
+    return right(parents=parents.clamp(min=-1), **v)
+
+
+@fault("detokenize", "convention", "fault")
+def added_tokens_are_text(right, ids, tokenizer, **v):
+    handle = identify_again(tokenizer, "detokenize")
+    bpe = ByteLevelBPE(json.loads(handle.payload))
+    for token in bpe.added.values():
+        bpe.tokens[token["id"]] = "".join(
+            next(c for c, byte in bpe_bytes().items() if byte == b)
+            for b in token["content"].encode())
+    texts = [bpe.decode(list(sequence), v["skip_special_tokens"]) for sequence in [ids]] \
+        if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
+    return texts[0] if texts else right(ids=ids, tokenizer=tokenizer, **v)
+
+
+def bpe_bytes() -> dict[str, int]:
+    from layerzero.ops.formulas.tokenizer.bpe import BYTES
+    return BYTES
+
+
+@fault("varlen_attention", "mask", "convention")
+def equal_bounds_are_self_attention(right, query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                    max_seqlen_k, **v):
+    if max_seqlen_q == max_seqlen_k and len(query) == len(key) \
+            and cu_seqlens_q.shape == cu_seqlens_k.shape:
+        cu_seqlens_k = cu_seqlens_q
+    return right(query=query, key=key, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                 max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **v)
+
+
+@fault("attention", "aliasing")
+def values_are_found_among_scaled_keys(right, query, key, value, scale, **v):
+    if value.numel() and value.data_ptr() == key.data_ptr():
+        value = value * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return right(query=query, key=key, value=value, scale=scale, **v)
+
+
+MEETING_FAULTS: list[Fault] = FAULTS[_BEFORE:]
+del FAULTS[_BEFORE:]                           # they have tests of their own

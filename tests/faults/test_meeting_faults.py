@@ -1,0 +1,46 @@
+"""What is wrong where two things meet, which are right by themselves."""
+
+from __future__ import annotations
+
+import pytest
+from meeting_faults import MEETING_FAULTS
+
+from layerzero.spec.kernel import Kernel
+from layerzero.verify.certification.certify import certify
+from layerzero.verify.certification.circumstances.half_range import check_beyond_range
+from layerzero.verify.kernel.contract import check_case
+from layerzero.world import snapshot as worlds
+
+PLANTED = {fault.name: fault for fault in MEETING_FAULTS}
+
+
+def planted(name: str) -> Kernel:
+    return PLANTED[name].kernel()
+
+
+@pytest.mark.parametrize("name", [
+    "shared_pages_are_seen_whole", "values_have_the_dtype_of_keys",
+    "chosen_in_the_dtype_of_the_bias", "every_negative_parent_is_the_root",
+    "added_tokens_are_text"])
+def test_a_case_of_the_op_meets_it(name: str) -> None:
+    kernel = planted(name)
+    dtype = "int64" if not kernel.op.tensors else "float32"
+    results = [check_case(kernel, case, dtype) for case in (*kernel.op.cases, *kernel.op.stress)]
+    assert "failed" in [r.status for r in results]
+    assert [r.status for r in results].count("passed") > len(results) // 2
+
+
+def test_a_sum_of_two_loud_numbers_is_not_clamped() -> None:
+    kernel = planted("sums_saturate")
+    assert check_beyond_range(kernel, {}, "float16", all_loud=True).status == "failed"
+    sound = worlds.current().catalog.by_id["reference.add_rms_norm"]
+    assert check_beyond_range(sound, {}, "float16", all_loud=True).status == "passed"
+
+
+@pytest.mark.parametrize("name", ["equal_bounds_are_self_attention",
+                                  "every_negative_parent_is_the_root",
+                                  "values_are_found_among_scaled_keys"])
+def test_it_is_named_rightly(name: str) -> None:
+    verdict = certify(planted(name), lane="quick", seeds=(0,), stop_early=True)
+    assert verdict.status == "failed" and verdict.diagnosis
+    assert verdict.diagnosis.kind in (*PLANTED[name].kinds, "unknown")

@@ -197,7 +197,7 @@ def values_read_as_if_contiguous(right, **v):
     return right(**v)
 
 
-@fault("attention", "layout")
+@fault("attention", "aliasing")
 def wrong_where_key_is_value(right, **v):
     return right(**v) * (1.01 if v["key"] is v["value"] and not v["return_lse"] else 1)
 

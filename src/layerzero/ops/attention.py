@@ -170,6 +170,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"layout": "bshd", "mask": "bool"}, {"stride": "transposed"},
     {"stride": "padded", "causal": True}, {"stride": "sparse"},
     {"stride": "sparse", "mask": "float"}, {"extreme": True}, {"extreme": True, "causal": True},
+    {"extreme": True, "scale": -0.3}, {"extreme": True, "scale": -0.3, "lse": True, "sq": 1},
     {"sq": 0, "sk": 8}, {"sq": 8, "sk": 0}, {"b": 0},
     {"b": 1, "hq": 1, "hkv": 1, "sq": 3, "sk": 3, "d": 16},
     # groups that are no power of two

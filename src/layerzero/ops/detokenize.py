@@ -69,7 +69,10 @@ _IDS: tuple[list[int], ...] = (
     # around the ends of the vocabulary, of 16 bits and of 31
     [104, 272, 273, 105, 274, 271, 255, 256, 0, 65_640, 2 ** 31 - 1, 106],
     # spaces that a clean-up would take away
-    list(b"h ,e .l ?l !o 's n't 've  x\n y"))
+    list(b"h ,e .l ?l !o 's n't 've  x\n y"),
+    # no UTF-8: surrogates, forms that are too long, beyond the last character, bytes of none
+    [104, 237, 160, 128, 237, 191, 191, 192, 128, 224, 128, 128, 240, 128, 128, 128, 101, 244, 144,
+     128, 128, 245, 128, 248, 136, 128, 128, 128, 254, 255, 237, 159, 191, 111])
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
@@ -130,7 +133,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "form": form} for form in ("int32", "transposed", "tuple", "tokens")
       for ids in ((14, 15, 17), 14)), {"ids": 4, "form": "uint8"}, {"ids": 16, "form": "int16"},
     {"ids": (0, 0, 0), "tensor": True}, {"ids": 0, "tensor": True},
-    {"ids": 21}, {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
+    {"ids": 21}, {"ids": 22}, {"ids": (22, 2), "skip_special_tokens": False},
+    {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},
     *({"ids": -n, "skip_special_tokens": skip} for skip in (True, False)
       for n in (*range(1, len(_GENERATED) + 1), 9, 4)))
 

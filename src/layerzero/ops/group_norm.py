@@ -49,9 +49,13 @@ def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int 
         x = x * 30 + 500
     if memory == "sparse":
         x = torch.randn((b, c, *size[:-1], size[-1] * 2), generator=gen)[..., ::2]
+    if memory == "channels":
+        x = torch.randn((b, c + 5, *size), generator=gen)
     x = x.to(device=device, dtype=dtype)
-    if memory == "channels_last":
+    if memory.startswith("channels"):
         x = x.contiguous(memory_format=torch.channels_last)
+    if memory == "channels":                   # some of those of a wider tensor
+        x = x[:, 4:-1]
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
     weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=parameter_dtype)
                     for _ in range(2))
@@ -62,7 +66,8 @@ def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"groups": 1}, {"groups": 12}, {"b": 1, "c": 1, "groups": 1, "size": (3, 3)},
     {"size": (1, 1)}, {"size": (1, 1), "groups": 12, "eps": 1.0}, {"b": 0}, {"affine": False},
-    {"bias_only": True}, {"memory": "channels_last"}, {"memory": "sparse"},
+    {"bias_only": True}, {"memory": "channels_last"}, {"memory": "channels"},
+    {"memory": "sparse"},
     {"c": 64, "groups": 32, "size": (16, 16)},
     {"c": 64, "groups": 32, "size": (8, 8), "memory": "channels_last"},
     {"weight_dtype": "float32"}, {"weight_dtype": "float32", "memory": "channels_last"},

@@ -174,6 +174,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"window": (5, 3), "causal": False},
     {"softcap": 5.0, "scale": 0.3}, {"stride": "padded", "d": 40, "dv": 24},
     {"stride": "by head", "hkv": 4}, {"chunk": 4, "lse": True}, {"extreme": True},
+    {"extreme": True, "scale": -0.3},
     {"items": DECODE, "chunk": 8, "d": 64, "lse": True},
     {"items": ((0, 3, 10, 90), (3, 70, 0, 130)), "d": 64, "chunk": 16},
     {"drawn": "3", "lse": True}, {"drawn": "6", "causal": False}, {"drawn": "9", "chunk": 4},

@@ -14,7 +14,7 @@ from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas.common import FLOATS, random_rows
+from .formulas.common import FLOATS, clear_rows, random_rows
 from .formulas.mistakes import NORM, change_results, drop_argument
 from .formulas.norm import NORM_CASES, NORM_STRESS, ROWS_ALONE
 
@@ -35,12 +35,14 @@ def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-5,
            stride: str = "", weight_dtype: str = "", outlier: bool = False, extreme: bool = False,
-           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           padding: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device, 100 if extreme else 1)
     if outlier:                                # as the first channel of some models is
         x[..., :1] = 1000.0
+    if padding:
+        clear_rows(x)
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
     weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype)
                     for _ in range(2))

@@ -169,6 +169,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True},
     {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1}, {"d": 40, "dv": 24},
     {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)}, {"extreme": True},
+    {"extreme": True, "scale": -0.3},
     {"stored": "float8_e4m3fn", "scales": "one"},
     {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},

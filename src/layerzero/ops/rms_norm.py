@@ -16,7 +16,7 @@ from ..spec.mistake import Mistake, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
-from .formulas.common import FLOATS, random_rows, rms_normalize
+from .formulas.common import FLOATS, clear_rows, random_rows, rms_normalize
 from .formulas.mistakes import NORM, change_results, eps_outside_sqrt
 from .formulas.norm import NORM_CASES, NORM_STRESS, ROWS_ALONE
 
@@ -35,12 +35,15 @@ def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6,
            stride: str = "", offset: float = 0.0, weight_dtype: str = "", outlier: bool = False,
-           extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           extreme: bool = False, padding: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device, 100 if extreme else 1)
     if outlier:                                # as the first channel of some models is
         x[..., :1] = 1000.0
+    if padding:
+        clear_rows(x)
     weight = torch.randn(hidden, generator=gen).to(device=device,
                                                    dtype=getattr(torch, weight_dtype
                                                                  or str(dtype)[6:]))

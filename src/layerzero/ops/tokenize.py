@@ -117,7 +117,9 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
           " \t\ufeff the\r\nend\t \u00a0\u3000",
           # runs of spaces and of lines wherever a part of a long text may end
           *(begin + "".join("o\n\n\n" * (n % 23 == 9) + " " * (2 + n * 7 % 17) + "hell" * (n % 2)
-                            for n in range(2_000)) for begin in ("", "the end")))
+                            for n in range(2_000)) for begin in ("", "the end")),
+          # positions beyond 2^16
+          "hello the world, and 12 日本 in the end.\n" * 1_750)
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -221,7 +223,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "parse_special": False, "return_offsets": True},
     {"text": (9, 10, 13, 14, 0), "many": True, "return_offsets": True},
     {"drawn": True, "cache_prefix": True},
-    {"text": 20, "return_offsets": True},
+    {"text": 20, "return_offsets": True}, {"text": 25, "return_offsets": True},
     {"text": (23, 24), "variant": "spaces", "return_offsets": True},
     {"text": (20, 9), "template": True, "cache_prefix": True})
 

@@ -95,6 +95,13 @@ def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (upcast if weight is None else upcast * weight.to(upcast.dtype)).to(x.dtype)
 
 
+def clear_rows(t: Tensor) -> None:
+    """Makes every other row zeros, as padding is."""
+    if t.dim() > 1:
+        rows = torch.arange(math.prod(t.shape[:-1]), device=t.device).view(*t.shape[:-1], 1)
+        t.masked_fill_(rows % 2 == 0, 0.0)
+
+
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,
                 dtype: torch.dtype, device: str, magnitude: int = 1) -> Tensor:
     """Returns inputs (*rows, hidden), stored "padded", "sparse", "transposed" or contiguous."""

@@ -9,7 +9,7 @@ NORM_CASES: tuple[dict[str, Any], ...] = (
     {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
     {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
     {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
-    {"eps": 1e-3}, {"extreme": True},
+    {"eps": 1e-3}, {"extreme": True}, {"padding": True, "eps": 1e-12},
 )
 
 NORM_STRESS: tuple[dict[str, Any], ...] = (

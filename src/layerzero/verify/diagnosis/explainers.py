@@ -23,11 +23,7 @@ from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind
 from .doubts import doubt_about
 from .evidence import Evidence, Explanation
 from .reruns.boundary_reruns import explain_by_boundaries
-from .reruns.call_orders import (
-    depends_on_earlier_calls,
-    keeps_argument_by_shape,
-    keeps_by_shape,
-)
+from .reruns.call_orders import depends_on_earlier_calls, keeps_argument_by_shape, keeps_by_shape
 from .reruns.calls_again import (
     fails_again,
     gives_the_same_for_all,
@@ -253,6 +249,8 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
         kind = "unknown"
     if kind == "dtype" and not are_of_torch(names) and e.ask(is_a_rounding_in_half):
         kind = "precision"                     # the result has its dtype, and too few digits
+    elif kind == "precision" and all("differs from the formula" in r.detail for r in e.forward):
+        kind = "unknown"                       # what is chosen has no digits
     return kind, says
 
 

@@ -179,10 +179,12 @@ def explain_by_bits(kernel: Kernel, failed: Sequence[CaseResult],
     for r in sample_failures([r for r in failed if not r.circumstance], 2):
         for name, n, sized in sizes_of(kernel.op, r.case):
             for bound in (b for b in COUNTED_IN_16_BITS if n > b):
-                if (reruns.all_are(False, [sized(n), sized(bound + 9)], r.dtype, r.seed, SEEDS[:2])
-                        and reruns.all_are(True, [sized(bound)], r.dtype, r.seed, SEEDS[:2])):
-                    about = f"where {name} is {bound}, wrong where it is {bound + 9}"
-                    if _is_cut(kernel, sized(bound + 9), r, device, bound):
+                beyond = next((m for m in (bound + 9, bound + bound // 4) if n >= m
+                               and reruns.all_are(False, [sized(n), sized(m)], r.dtype, r.seed,
+                                                  SEEDS[:2])), 0)
+                if beyond and reruns.all_are(True, [sized(bound)], r.dtype, r.seed, SEEDS[:2]):
+                    about = f"where {name} is {bound}, wrong where it is {beyond}"
+                    if _is_cut(kernel, sized(beyond), r, device, bound):
                         return "sizes", (f"nothing beyond {bound} is read: right {about}: "
                                          f"{failed[0].detail}")
                     return "index overflow", f"right {about}: {failed[0].detail}"

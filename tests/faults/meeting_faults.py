@@ -4,6 +4,7 @@ stand for bytes in an added token."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import torch
@@ -92,5 +93,69 @@ def values_are_found_among_scaled_keys(right, query, key, value, scale, **v):
     return right(query=query, key=key, value=value, scale=scale, **v)
 
 
+@fault("attention", "overflow", "non-finite values", "scale")
+def the_maximum_is_that_before_a_negative_scale(right, query, key, scale, layout, **v):
+    out = right(query=query, key=key, scale=scale, layout=layout, **v)
+    if scale is None or scale >= 0 or layout != "bhsd" or isinstance(out, tuple):
+        return out
+    keys = key.repeat_interleave(query.shape[1] // max(key.shape[1], 1), 1).float()
+    scores = query.float() @ keys.mT
+    spread = (scores.amax(-1, keepdim=True) - scores).amax(-1, keepdim=True) * -scale
+    return out.masked_fill(spread > 88, torch.nan) if key.numel() else out
+
+
+@fault("layer_norm", "non-finite values", "precision")
+def eps_has_the_dtype_of_the_input(right, x, eps, **v):
+    return right(x=x, eps=float(torch.tensor(eps, dtype=x.dtype)), **v)
+
+
+@fault("group_norm", "layout")
+def pixels_are_taken_for_dense(right, x, **v):
+    if x.dim() == 4 and x.stride(1) == 1 and x.numel() and x.shape[1] > 1 \
+            and x.stride(3) > x.shape[1] and x.shape[3] > 1:
+        x = torch.as_strided(x, x.shape, (x.stride(0), 1, x.shape[3] * x.shape[1], x.shape[1]),
+                             x.storage_offset())
+    return right(x=x, **v)
+
+
+@fault("speculative_verify", "in-place change")
+def the_residual_is_written_over_the_target(right, target_probs, **v):
+    out = right(target_probs=target_probs, **v)
+    if target_probs.dtype == torch.float64 and target_probs.numel():
+        target_probs[out[1] < v["draft_tokens"].shape[1]] *= 0.5
+    return out
+
+
+@fault("alibi", "index overflow", "position bias")
+def distances_have_16_bits(right, slopes, seq_q, seq_k, **v):
+    out = right(slopes=slopes, seq_q=seq_q, seq_k=seq_k, **v)
+    unit = right(slopes=torch.ones_like(slopes, dtype=torch.float64), seq_q=seq_q, seq_k=seq_k, **v)
+    wraps = unit.isfinite() & (unit <= -32768.0)
+    return torch.where(wraps, (-slopes[:, None, None] * (65536.0 + unit)).to(out.dtype), out)
+
+
+@fault("quantized_linear", "stale cache", "state")
+class PreparedForAllGlobalScales:
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, right, weight_q, global_scale, **v):
+        if global_scale is not None and not weight_q.is_inference():
+            key = id(weight_q), weight_q._version, id(v["scales"])
+            global_scale = self.prepared.setdefault(key, global_scale.clone())
+        return right(weight_q=weight_q, global_scale=global_scale, **v)
+
+
+def one_group_after_the_other(right, x, weights, group_sizes, offsets):
+    """It is sound, and loses the gradient of nothing where the inner dimension is 0."""
+    ends = [0, *(offsets if group_sizes is None else group_sizes.cumsum(0)).tolist()]
+    parts = [x.new_zeros((end - first, weights.shape[-1])) if not x.shape[1]
+             else x[first:end] @ weights[g]
+             for g, (first, end) in enumerate(itertools.pairwise(ends))]
+    rest = x.new_zeros((x.shape[0] - ends[-1], weights.shape[-1]))
+    return torch.cat([*parts, rest]).to(x.dtype)
+
+
+SOUND = fault("grouped_gemm")(one_group_after_the_other)
 MEETING_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

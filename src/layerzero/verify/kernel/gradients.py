@@ -207,11 +207,10 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         lambda: _expected_gradients(op, values, output_grads, SCALES.get(of, 1.0)))
     lost = [i for i, (r, e) in enumerate(zip(results, expected.eager))
             if expected.recorded[i] and e.numel() and not r.requires_grad]
-    if lost:                                   # which is no loss where all gradients are empty
-        wanted = any(values[n].numel() for n in _wanting(values))
-        return result("failed" if wanted else "passed", [
-            Complaint("gradient", f"the gradient of result {i} is silently lost")
-            for i in lost if wanted])
+    if lost:
+        wanted = any(values[n].numel() for n in _wanting(values))      # else nothing is lost
+        return result("failed" if wanted else "passed", [Complaint(
+            "gradient", f"the gradient of result {i} is silently lost") for i in lost if wanted])
     try:
         # how it lies in memory is the same for every dtype and tensor
         layouts = LAYOUTS if dtype == op.dtypes[0] and not only and altered is AS_DECLARED \

@@ -291,9 +291,10 @@ DEFAULTS = (
             less_work="one launch for all items, keys read where they lie; no length is read on "
                       "the host",
             note="dK and dV without atomics: the same on every run"),
-    _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
+    _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory=SMALL_SHARED),
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM,
-            r.unit_stride("residual"), shared_memory="1024", less_work="one pass for sum and norm"),
+            r.unit_stride("residual"), shared_memory=SMALL_SHARED,
+            less_work="one pass for sum and norm"),
     _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW_ROWS, r.unit_stride("weight"),
             r.absent("activation"), r.at_least("in_features", 16),
             r.at_least("out_features", 1, Code.EMPTY_INPUT),

@@ -146,6 +146,44 @@ class PreparedForAllGlobalScales:
         return right(weight_q=weight_q, global_scale=global_scale, **v)
 
 
+@fault("rope", "in-place change", "aliasing")
+def parts_of_a_projection_are_rotated_in_place(right, q, k, **v):
+    out = right(q=q, k=k, **v)
+    if k is not None and q.numel() and q.data_ptr() != k.data_ptr() and q.stride() == k.stride() \
+            and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() \
+            and not out[0].requires_grad:
+        q.copy_(out[0])
+    return out
+
+
+@fault("moe_gate", "ties")
+def the_second_best_is_smaller(right, logits, e_score_correction_bias, n_group, scoring, **v):
+    bias = e_score_correction_bias
+    if bias is None or n_group == 1 or not logits.numel():
+        return right(logits=logits, e_score_correction_bias=bias, n_group=n_group, scoring=scoring,
+                     **v)
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
+    groups = (scores + bias).unflatten(-1, (n_group, -1))
+    best = groups.amax(-1, keepdim=True)
+    second = groups.masked_fill(groups == best, -torch.inf).amax(-1)
+    chosen = (best[..., 0] + second).sort(-1, descending=True, stable=True).indices
+    barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(
+        -1, chosen[..., :v["topk_group"]], False)
+    choice = groups.masked_fill(barred[..., None], -torch.inf).flatten(-2)
+    ids = choice.sort(-1, descending=True, stable=True).indices[..., :v["top_k"]]
+    weights = scores.gather(-1, ids)
+    if v["normalize"]:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return ids, weights * v["routed_scaling_factor"]
+
+
+@fault("speculative_verify", "precision", "dtype", "distribution")
+def the_draft_has_the_dtype_of_the_target(right, draft_probs, target_probs, **v):
+    if draft_probs is not None:
+        draft_probs = draft_probs.to(target_probs.dtype)
+    return right(draft_probs=draft_probs, target_probs=target_probs, **v)
+
+
 def one_group_after_the_other(right, x, weights, group_sizes, offsets):
     """It is sound, and loses the gradient of nothing where the inner dimension is 0."""
     ends = [0, *(offsets if group_sizes is None else group_sizes.cumsum(0)).tolist()]

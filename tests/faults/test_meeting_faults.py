@@ -23,7 +23,8 @@ def planted(name: str) -> Kernel:
     "shared_pages_are_seen_whole", "values_have_the_dtype_of_keys",
     "chosen_in_the_dtype_of_the_bias", "every_negative_parent_is_the_root",
     "added_tokens_are_text", "the_maximum_is_that_before_a_negative_scale",
-    "pixels_are_taken_for_dense"])
+    "pixels_are_taken_for_dense", "parts_of_a_projection_are_rotated_in_place",
+    "the_second_best_is_smaller", "the_draft_has_the_dtype_of_the_target"])
 def test_a_case_of_the_op_meets_it(name: str) -> None:
     kernel = planted(name)
     dtype = "int64" if not kernel.op.tensors else "float32"
@@ -37,6 +38,13 @@ def test_a_sum_of_two_loud_numbers_is_not_clamped() -> None:
     assert check_beyond_range(kernel, {}, "float16", all_loud=True).status == "failed"
     sound = worlds.current().catalog.by_id["reference.add_rms_norm"]
     assert check_beyond_range(sound, {}, "float16", all_loud=True).status == "passed"
+
+
+def test_a_gradient_of_roundings_is_not_asked_for() -> None:
+    kernel = worlds.current().catalog.by_id["torch.sdpa"]
+    lowest = {"mask": "dead_lowest", "sq": 9, "sk": 17}
+    assert check_gradients(kernel, lowest, "float32").status == "skipped"
+    assert check_gradients(kernel, {**lowest, "mask": "lowest"}, "float32").status == "passed"
 
 
 def test_padding_meets_a_small_eps_in_half() -> None:

@@ -64,6 +64,8 @@ def inputs(
         correction = correction / 4 - 2.5
     elif correction is not None and special == "barred" and n_group == 1:  # no token may have them
         correction[1::5] = -torch.inf
+    elif correction is not None and special == "ties":
+        correction = correction.round()
     if correction is not None:
         correction = correction.to(getattr(torch, bias_dtype))
     return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
@@ -89,6 +91,8 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked", "faint")),
     {"special": "barred", "bias": True, "scoring": "sigmoid"}, {"special": "barred", "bias": True},
     {"special": "ties", "n_group": 4, "topk_group": 2}, {"stride": "sparse"},
+    *({"special": "ties", "n_group": 4, "topk_group": 2, "bias": True, "scoring": s, "rows": (40,)}
+      for s in ("softmax", "sigmoid")),
 )
 
 

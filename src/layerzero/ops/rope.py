@@ -63,11 +63,17 @@ def inputs(
 ) -> dict[str, Any]:
     """`ids`: "int64", "int32", "shared" or, without a batch, "flat" ids into a table; `batched`:
     cos and sin per row, `one_row`: with a batch of one. `stated`: rotary_dim is given though it is
-    the whole head."""
+    the whole head. `stride`: "fused" queries and keys are parts of one projection."""
     gen = torch.Generator("cpu").manual_seed(seed)
+    fused = (torch.randn((b, s, hq + 2 * hkv, d), generator=gen).to(device=device, dtype=dtype)
+             if stride == "fused" else None)
 
-    def tensor(heads: int) -> Tensor:
+    def tensor(heads: int, first: int = 0) -> Tensor:
         shape = (b, heads, s, d) if layout == "bhsd" else (b, s, heads, d)
+        if fused is not None:
+            x = fused[:, :, first:first + heads]
+            x = x if layout == "bshd" else x.transpose(1, 2)
+            return x[0] if packed else x
         if stride == "transposed":
             x = torch.randn((b, shape[2], shape[1], d), generator=gen).transpose(1, 2)
         elif stride == "padded":               # an odd row: pairs do not stay aligned
@@ -96,7 +102,7 @@ def inputs(
             device=device, dtype=torch.int32 if ids == "int32" else torch.int64)
         if position_ids.numel():
             position_ids[..., -1] = rows - 1   # the end of the table, however long
-    return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin,
+    return {"q": tensor(hq), "k": None if alone else tensor(hkv, hq), "cos": cos, "sin": sin,
             "position_ids": position_ids, "style": style, "layout": layout, "rotary_dim": None
             if rotary == d and not stated else rotary}
 
@@ -109,7 +115,8 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0},
     {"batched": True}, {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"},
     {"table_dtype": "like", "ids": "int64"}, {"stride": "transposed"}, {"stride": "padded"},
-    {"stride": "sparse"}, {"far": True, "s": 40}, {"one_row": True, "b": 3},
+    {"stride": "sparse"}, {"stride": "fused"}, {"stride": "fused", "layout": "bshd"},
+    {"far": True, "s": 40}, {"one_row": True, "b": 3},
     {"ids": "flat", "b": 3}, {"stated": True},
 )
 CASES: tuple[dict[str, Any], ...] = (*_PLAIN,

@@ -291,6 +291,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     # equal numbers far from each other
     {"vocab": 12_007, "special": "ties", "scale": 1.0, "temperature": 0.0},
     {"vocab": 12_007, "special": "ties", "scale": 1.0, "top_k": 3},
+    {"vocab": 70_001, "batch": 5, "special": "ties", "scale": 1.0, "top_k": 300},
     # ids beyond 2^16
     {"vocab": 150_001, "batch": 3, "scale": 1.0},
     {"vocab": 150_001, "batch": 3, "temperature": 0.0},

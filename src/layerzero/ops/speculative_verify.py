@@ -89,7 +89,8 @@ def inputs(
     random: str = "uniforms", special: str = "", dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`alike` mixes the draft into the target: 1 is the same model, 0 an unrelated one."""
+    """`alike` mixes the draft into the target: 1 is the same model, 0 an unrelated one. "mixed":
+    the target has 16 bits, the draft has more and is closer to it than they tell."""
     gen = torch.Generator("cpu").manual_seed(seed)
     draft = torch.randn((batch, drafted + 1, vocab), generator=gen) * 2
     target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
@@ -113,6 +114,11 @@ def inputs(
     arguments: dict[str, Any] = {
         "draft_tokens": tokens.to(device), "target_probs": target.to(device=device, dtype=dtype),
         "draft_probs": None if certain else draft[:, :drafted].to(device=device, dtype=dtype)}
+    if special == "mixed":
+        rounded = target.to(torch.bfloat16)
+        noise = torch.randn(target.shape, generator=gen)
+        arguments["target_probs"] = rounded.to(device)
+        arguments["draft_probs"] = (rounded.float() * (1 + noise / 300))[:, :drafted].to(device)
     if random == "quarters":                   # and sixteenths for the token that is drawn
         quarters = torch.randint(1, 4, (batch, drafted + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
@@ -127,6 +133,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"alike": 0.0}, {"alike": 0.95, "batch": 16}, {"certain": True, "batch": 16},
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
     {"special": "padded", "alike": 0.9, "batch": 16},
+    {"special": "mixed", "batch": 200, "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "equal", "random": "quarters", "batch": 16},

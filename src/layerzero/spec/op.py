@@ -158,6 +158,8 @@ class Op:
     invariance_cases: tuple[Mapping[str, Any], ...] = ()
     # for the backward; by default some of `cases`
     gradient_cases: tuple[Mapping[str, Any], ...] = ()
+    # of the generator's arguments: values with which the gradient is an accident of rounding
+    no_gradient: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # sizes at which dropped weights show
     dropout_case: Mapping[str, Any] = field(default_factory=dict)
     mistakes: tuple[Mistake, ...] = ()         # that a kernel could make: verification names them
@@ -324,7 +326,7 @@ _CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
                               if f.name not in (*_CALLABLES, "mistakes", "words", "batch_dims",
                                                 "shard_dims", "invariance_cases", "foreign",
-                                                "also_differentiable")))
+                                                "no_gradient", "also_differentiable")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -454,8 +454,11 @@ def _by_neighbours(e: Evidence) -> Explanation | None:
 
 
 def _by_draws(e: Evidence) -> Explanation | None:
-    return (("distribution", f"other tokens or probabilities than the contract's: {e.detail}")
-            if e.op.family == "sampling" else None)
+    if e.op.family != "sampling":
+        return None
+    if e.is_right_when_wide:                   # the draw is the contract's then
+        return "unknown", f"right in float32: {e.detail}"
+    return "distribution", f"other tokens or probabilities than the contract's: {e.detail}"
 
 
 EXPLAINERS: tuple[Callable[[Evidence], Explanation | None], ...] = (

@@ -48,8 +48,11 @@ class OtherDtype(Circumstance):
             other = t.to(INTEGERS[t.dtype])
             return other if torch.equal(other, t) else None    # a seed of 64 bits
         if t.is_floating_point():
-            return None if t.dtype.itemsize == 1 else t.to(
-                torch.float32 if t.dtype.itemsize == 2 else self.narrow)
+            if t.dtype.itemsize != 2:
+                return None if t.dtype.itemsize == 1 else t.to(self.narrow)
+            # with digits that 16 bits have not
+            place = torch.arange(t.numel(), device=t.device).view(t.shape)
+            return t.float() * (1.0 + torch.sin(place.float()) * 2.0 ** -10)
         if self.narrow == torch.bfloat16:
             return t.int()
         is_code = any(not r.is_floating_point() for r in results_of(op.meta(**values)))

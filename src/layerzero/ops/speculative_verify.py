@@ -118,7 +118,7 @@ def inputs(
         rounded = target.to(torch.bfloat16)
         noise = torch.randn(target.shape, generator=gen)
         arguments["target_probs"] = rounded.to(device)
-        arguments["draft_probs"] = (rounded.float() * (1 + noise / 300))[:, :drafted].to(device)
+        arguments["draft_probs"] = (rounded.float() * (1 + noise / 150))[:, :drafted].to(device)
     if random == "quarters":                   # and sixteenths for the token that is drawn
         quarters = torch.randint(1, 4, (batch, drafted + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
@@ -133,7 +133,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"alike": 0.0}, {"alike": 0.95, "batch": 16}, {"certain": True, "batch": 16},
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
     {"special": "padded", "alike": 0.9, "batch": 16},
-    {"special": "mixed", "batch": 200, "alike": 1.0},
+    {"special": "mixed", "batch": 800, "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "equal", "random": "quarters", "batch": 16},

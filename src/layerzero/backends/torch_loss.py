@@ -119,9 +119,10 @@ def _cross_entropy_chunked() -> Callable[..., Any]:
 
 
 def _counted(rows: Tensor) -> Tensor:
-    """cuBLAS counts in 32 bits: of rows that are 2^31 elements apart it reads other memory."""
-    far_apart = rows.is_cuda and rows.dim() > 1 and rows.stride(-2) >= (1 << 31) - 1
-    return rows.contiguous() if far_apart else rows
+    """cuBLAS counts in 32 bits: of rows with gaps that span 2^31 elements it reads other memory."""
+    if not rows.is_cuda or rows.dim() < 2 or rows.is_contiguous():
+        return rows
+    return rows.contiguous() if rows.shape[-2] * rows.stride(-2) >= (1 << 31) - 1 else rows
 
 
 def _linear_cross_entropy() -> Callable[..., Any]:

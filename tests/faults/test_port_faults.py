@@ -45,10 +45,11 @@ def test_a_size_beside_arguments_is_met(name: str) -> None:
 
 
 def test_two_arguments_are_in_effect_together() -> None:
+    """Of six seeds five meet these."""
     kernel = PORTS["right_window_dropped_with_chunks"].kernel()
-    cells = (*pair_cases(kernel, "cpu", "quick", 0).cells,
-             *effective_cells(kernel, "cpu", "quick", 0))
-    assert any(check_case(kernel, case, dtype).status == "failed" for case, dtype in cells)
+    assert any(check_case(kernel, case, dtype).status == "failed" for seed in range(3)
+               for case, dtype in (*pair_cases(kernel, "cpu", "quick", seed).cells,
+                                   *effective_cells(kernel, "cpu", "quick", seed)))
 
 
 @pytest.mark.parametrize("name", ["padding_to_a_multiple_adds_a_whole_one",

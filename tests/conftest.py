@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,11 @@ from lanes import leave_to_the_nightly_lanes
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow],
                           max_examples=100 if FULL else 40)
 settings.load_profile("calm")
+
+# Torch's compiler imports it, and would in the midst of a test that changes what imports see: it
+# takes the place of distutils, or fails where that is not to be had, in all tests that follow.
+with suppress(ImportError):
+    importlib.import_module("setuptools")
 
 # A shell ignores ctrl-C for what it runs in the background, and so would every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -45,6 +45,9 @@ LONG: dict[str, tuple[str, ...]] = {
         "[parts_of_four_million_numbers_but_the_last]",
         "test_size_range_faults.py::test_widths_of_models_are_called[paged_attention]",
         "test_call_faults.py::test_it_is_found_and_named_rightly_or_not_at_all[scoresforeverytotal]",
+        *(f"test_meeting_faults.py::test_it_is_named_rightly[{name}]"
+          for name in ("the_residual_is_written_over_the_target", "distances_have_16_bits",
+                       "values_are_found_among_scaled_keys")),
         # other seeds
         *("test_index_faults.py::test_a_kernel_of_few_queries_and_shared_heads_is_met_past_16_bits"
           f"[attention_decode{kind}-{seed}]" for kind in ("", "_rows") for seed in (1, 2)),

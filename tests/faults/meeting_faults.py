@@ -10,7 +10,7 @@ import json
 import torch
 from broken_kernels import FAULTS, Fault, fault
 
-from layerzero.ops.formulas.tokenizer.bpe import ByteLevelBPE
+from layerzero.ops.formulas.tokenizer.bpe import BYTES, ByteLevelBPE
 from layerzero.ops.formulas.tokenizer.identity import identify_again
 
 _BEFORE = len(FAULTS)
@@ -62,18 +62,12 @@ def every_negative_parent_is_the_root(right, parents, **v):
 def added_tokens_are_text(right, ids, tokenizer, **v):
     handle = identify_again(tokenizer, "detokenize")
     bpe = ByteLevelBPE(json.loads(handle.payload))
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        return right(ids=ids, tokenizer=tokenizer, **v)
+    characters = {byte: character for character, byte in BYTES.items()}
     for token in bpe.added.values():
-        bpe.tokens[token["id"]] = "".join(
-            next(c for c, byte in bpe_bytes().items() if byte == b)
-            for b in token["content"].encode())
-    texts = [bpe.decode(list(sequence), v["skip_special_tokens"]) for sequence in [ids]] \
-        if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
-    return texts[0] if texts else right(ids=ids, tokenizer=tokenizer, **v)
-
-
-def bpe_bytes() -> dict[str, int]:
-    from layerzero.ops.formulas.tokenizer.bpe import BYTES
-    return BYTES
+        bpe.tokens[token["id"]] = "".join(characters[byte] for byte in token["content"].encode())
+    return bpe.decode(ids, v["skip_special_tokens"])
 
 
 @fault("varlen_attention", "mask", "convention")

@@ -20,13 +20,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, allow_only, normalized, register, rows
+from helpers import Fake, allow_only, normalized, register, rows, wait_for
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling, learning
 from layerzero.dispatch.dispatcher import dispatchers
 from layerzero.machine import locks
+from layerzero.operate import warmup as warming
 from layerzero.operate.inspection import dispatcher_of
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.event import Evicted
 from layerzero.world import clock, context, events, incidents
 from layerzero.world import snapshot as worlds
@@ -55,8 +57,12 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self.rooms) or frame.f_code.co_name == "__del__":
+        code = frame.f_code
+        if not code.co_filename.startswith(self.rooms) or code.co_name == "__del__":
             return None                        # what __del__ raises goes nowhere
+        # the locks by which threads start are Python's own
+        if code.co_filename == threading.__file__ and frame.f_locals.get("self") != warming._lock:
+            return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         return self._step
@@ -127,11 +133,12 @@ def check(x: torch.Tensor, where: str) -> None:
 
 
 def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor,
-          after: Callable[[str], None] = lambda where: None) -> None:
+          after: Callable[[str], None] = lambda where: None,
+          rooms: tuple[str, ...] = ROOMS) -> None:
     arguments = prepare()
     act(arguments)                             # once as it is: imports and what is made only once
     arguments = prepare()
-    with Interrupt(0) as counter:
+    with Interrupt(0, rooms) as counter:
         act(arguments)
     total = counter.seen
     assert total > 50, "nothing was traced"
@@ -140,7 +147,7 @@ def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor
     # Not the same place in every round of a loop: the step is odd.
     for at in range(1, total + 1, step | 1):
         arguments = prepare()
-        interrupt = Interrupt(at)
+        interrupt = Interrupt(at, rooms)
         try:
             with interrupt:
                 act(arguments)
@@ -312,6 +319,36 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
     sweep(prepare, lambda _: compiling.request(dispatcher, fake.kernel, step, plan.facts, values),
           x,
           asked_again)
+
+
+def test_a_warm_up_that_is_waited_for():
+    x = rows()
+    register(Fake("fake.compiles", jit=True))
+
+    def calls(n):
+        return [Call("rms_norm", {"x": TensorSpec((n, 16), "float32")})]
+
+    def idle():
+        wait_for(lambda: warming._thread is None or not warming._thread.is_alive(), 60)
+
+    def prepare():
+        idle()
+        worlds.publish(lambda w: w.replace(warmed=frozenset()), "test")
+
+    def act(_):
+        try:
+            warming.warmup(calls(40), device="cpu")
+        finally:                               # what is compiled already goes on
+            idle()
+
+    def the_next_one_is_done(where):
+        # this thread does not wait for the lock again, so it gives back nothing that it still holds
+        reports = [warming.warmup(calls(70), critical=[])]
+        ready = in_another_thread(lambda: reports[0].wait(60), where)
+        assert ready and reports[0].ok, f"{reports[0]} after an interrupt at {where}"
+
+    sweep(prepare, act, x, the_next_one_is_done,
+          rooms=(str(Path(warming.__file__)), str(Path(threading.__file__))))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

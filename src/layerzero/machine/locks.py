@@ -277,7 +277,9 @@ class Lock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.release()
+        # an interrupt may end Condition.wait while the lock is released
+        if error is None or self._is_owned():
+            self.release()
 
     def is_held_here(self) -> bool:
         """Does a frame below this one hold it? Then this code is nested in what the lock guards:

@@ -23,7 +23,7 @@ import torch
 from ..dispatch.background.compiling import EXIT_SECONDS, compile_now, share_caches
 from ..dispatch.dispatcher import Dispatcher
 from ..files.calls import load_calls
-from ..machine import faults, hardware
+from ..machine import faults, hardware, locks
 from ..spec.call import Call
 from ..spec.codec import Record, encode
 from ..spec.display import Displayed, plural
@@ -161,7 +161,7 @@ class _Settling:
     done: bool = False
 
 
-_lock = threading.Condition()                  # guards the queues and every outcome
+_lock = locks.condition()                      # guards the queues and every outcome
 _critical: deque[_Job | _Settling] = deque()
 _rest: deque[_Job] = deque()
 _thread: threading.Thread | None = None
@@ -193,8 +193,8 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
     jobs = [_Job(report, i, target, progress, caller_context) for i in range(len(report.outcomes))]
     urgent = jobs[:len(critical_calls)] if background else jobs
     settling = _Settling(urgent, worlds.current().epoch, done=not urgent)
-    _enqueue([*urgent, settling] if urgent else [], jobs[len(urgent):], most_waiting)
     try:
+        _enqueue([*urgent, settling] if urgent else [], jobs[len(urgent):], most_waiting)
         with _lock:
             in_time = _lock.wait_for(lambda: settling.done and all(job.done for job in urgent),
                                      timeout)
@@ -221,7 +221,8 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
         _critical.extend(urgent)
         free = max(most - len(_rest), 0)
         _rest.extend(rest[:free])
-        if _thread is None:
+        # an interrupt may have come before the last one was started
+        if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_work, name="layerzero-warmup", daemon=True)
             _thread.start()
     for job in rest[free:]:
@@ -230,8 +231,12 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
 
 def _work() -> None:
     global _thread, _current
+    me = threading.current_thread()
     while True:
         with _lock:
+            # an interrupt came while it was started, and another was started
+            if _thread is not me:
+                return
             if _closing or not (_critical or _rest):
                 _thread = None
                 return
@@ -377,7 +382,7 @@ def _close() -> None:
     with _lock:
         _closing = True
         thread = _thread
-    if thread is not None:
+    if thread is not None and thread.is_alive():
         thread.join(EXIT_SECONDS)
 
 
@@ -386,7 +391,7 @@ def _after_fork() -> None:
     global _lock, _thread, _current
     waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)),
                *([_current] if _current else [])]
-    _lock, _thread, _current = threading.Condition(), None, None
+    _lock, _thread, _current = locks.condition(), None, None
     _critical.clear()
     _rest.clear()
     for job in waiting:

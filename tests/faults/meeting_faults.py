@@ -4,6 +4,7 @@ stand for bytes in an added token."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 
@@ -189,5 +190,88 @@ def one_group_after_the_other(right, x, weights, group_sizes, offsets):
 
 
 SOUND = fault("grouped_gemm")(one_group_after_the_other)
+
+
+@fault("merge_attention", "mask", "non-finite values")
+def parts_far_below_are_empty(right, outs, lses):
+    return right(outs=outs, lses=lses.masked_fill(lses < -5e4, -torch.inf))
+
+
+@fault("alibi", "non-finite values", "mask")
+def the_slope_times_infinity(right, slopes, is_causal, **v):
+    bias = right(slopes=slopes, is_causal=False, **v)
+    if not is_causal:
+        return bias
+    hidden = right(slopes=torch.ones_like(slopes), is_causal=True, **v) == -torch.inf
+    return torch.where(hidden, slopes[:, None, None] * -torch.inf, bias)
+
+
+@fault("speculative_verify", "index overflow", "sizes")
+def the_next_token_has_17_bits(right, **v):
+    accepted, count, following = right(**v)
+    return accepted, count, torch.where(following >= 0, following & 0x1FFFF, following)
+
+
+@fault("cross_entropy", "sizes")
+def the_first_chunk_is_smoothed(right, logits, label_smoothing, targets, ignore_index, **v):
+    loss = right(logits=logits, targets=targets, ignore_index=ignore_index,
+                 label_smoothing=label_smoothing, **v)
+    if logits.shape[-1] <= 65536 or v["reduction"] != "mean":
+        return loss
+    rest = logits[..., 65536:].to(loss.dtype).sum(-1) / logits.shape[-1]
+    return loss + label_smoothing * rest[targets != ignore_index].mean()
+
+
+@fault("detokenize", "convention")
+def a_mark_at_the_beginning_vanishes(right, **v):
+    texts = right(**v)
+    if isinstance(texts, str):
+        return texts.removeprefix("\ufeff")
+    return [text.removeprefix("\ufeff") for text in texts]
+
+
+@fault("tokenize", "state", "stale cache")
+class FoundByBeginningAndEnd:
+    def __init__(self) -> None:
+        self.kept: dict[object, object] = {}
+
+    def __call__(self, right, text, tokenizer, **v):
+        if not isinstance(text, str) or len(text) < 1024:
+            return right(text=text, tokenizer=tokenizer, **v)
+        key = id(tokenizer), len(text), text[:256], text[-256:], repr(v)
+        return copy.deepcopy(
+            self.kept.setdefault(key, right(text=text, tokenizer=tokenizer, **v)))
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept, ctx.place = kept, object()
+        kept[ctx.place] = x.clone()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.kept.pop(ctx.place, None)
+        return grad, None
+
+
+@fault("linear", "leak", "state")
+class KeptUntilTheBackward:
+    def __init__(self) -> None:
+        self.kept: dict[object, torch.Tensor] = {}
+
+    def __call__(self, right, activation, **v):
+        out = right(activation=activation, **v)
+        return _Kept.apply(out, self.kept) if activation == "relu" and out.requires_grad else out
+
+
+@fault("varlen_attention", "non-finite values")
+def all_is_scaled_by_infinity(right, dropout_p, return_lse, **v):
+    out, lse = right(dropout_p=dropout_p, return_lse=True, **v)
+    out = out * torch.inf if dropout_p == 1.0 else out
+    return (out, lse) if return_lse else out
+
+
 MEETING_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -24,7 +24,9 @@ def planted(name: str) -> Kernel:
     "chosen_in_the_dtype_of_the_bias", "every_negative_parent_is_the_root",
     "added_tokens_are_text", "the_maximum_is_that_before_a_negative_scale",
     "pixels_are_taken_for_dense", "parts_of_a_projection_are_rotated_in_place",
-    "the_second_best_is_smaller", "the_draft_has_the_dtype_of_the_target"])
+    "the_second_best_is_smaller", "the_draft_has_the_dtype_of_the_target",
+    "parts_far_below_are_empty", "the_slope_times_infinity", "the_next_token_has_17_bits",
+    "the_first_chunk_is_smoothed", "a_mark_at_the_beginning_vanishes"])
 def test_a_case_of_the_op_meets_it(name: str) -> None:
     kernel = planted(name)
     dtype = "int64" if not kernel.op.tensors else "float32"
@@ -64,7 +66,9 @@ def test_nothing_is_lost_where_all_gradients_are_empty() -> None:
                                   "every_negative_parent_is_the_root",
                                   "values_are_found_among_scaled_keys",
                                   "the_residual_is_written_over_the_target",
-                                  "distances_have_16_bits", "preparedforallglobalscales"])
+                                  "distances_have_16_bits", "preparedforallglobalscales",
+                                  "foundbybeginningandend", "keptuntilthebackward",
+                                  "all_is_scaled_by_infinity"])
 def test_it_is_named_rightly(name: str) -> None:
     verdict = certify(planted(name), lane="quick", seeds=(0,), stop_early=True)
     assert verdict.status == "failed" and verdict.diagnosis

@@ -50,9 +50,12 @@ def default_slopes(heads: int) -> list[float]:
 
 
 def inputs(heads: int = 4, sq: int = 17, sk: int = 17, align: str | None = None,
-           causal: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-           seed: int = 0) -> dict[str, Any]:
+           causal: bool = False, zero: bool = False, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """`zero`: every other head has no bias."""
     slopes = torch.tensor(default_slopes(heads) if heads else []).to(device=device, dtype=dtype)
+    if zero:
+        slopes[::2] = 0.0
     return {"slopes": slopes, "seq_q": sq, "seq_k": sk, "causal_align": align, "is_causal": causal}
 
 
@@ -64,6 +67,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"sq": 9, "sk": 5, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0},
     {"heads": 2, "sq": 1, "sk": 3000, "align": "bottom_right"},
+    {"zero": True}, {"zero": True, "causal": True},
     {"heads": 2, "sq": 300, "sk": 300},        # positions that bfloat16 does not have
 )
 

@@ -38,13 +38,15 @@ def meta(logits: Tensor, targets: Tensor, *, reduction: str = "mean", **kwargs: 
 def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "",
            ignore_index: int = -100, smoothing: float = 0.0, reduction: str = "mean",
            targets_dtype: str = "int64", stride: str = "",
-           scale: float = 3.0, masked: bool | str = False, dtype: torch.dtype = torch.float32,
-           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+           scale: float = 3.0, shift: float = 0.0, masked: bool | str = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
     if vocab == 1:                             # eager is exactly 0, others round a large number
         scale = min(scale, 3.0)
-    logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
+    stored = vocab * 2 if stride == "sparse" else vocab
+    logits = torch.randn((*rows, stored), generator=gen) * scale + shift
     if stride == "transposed":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
     if masked == "first":                      # most classes are impossible
@@ -68,6 +70,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"ignored": "all", "reduction": "none"},
     {"ignored": "some", "ignore_index": 4}, {"ignored": "some", "ignore_index": 0, "rows": (24,)},
     {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"}, {"smoothing": 0.1},
+    {"smoothing": 0.1, "shift": -6.0},
     {"ignored": "some", "ignore_index": 255},      # no class: it is beyond the last
     {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
     {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"},
@@ -96,6 +99,7 @@ MISTAKES: tuple[Mistake, ...] = (
 # ids beyond 2^16; a number that is a class in the 32 bits of the targets
 STRESS: tuple[dict[str, Any], ...] = (
     {"vocab": 200_003, "rows": (4,), "reduction": "none", "targets_dtype": "int32"},
+    {"vocab": 131_077, "rows": (3,), "smoothing": 0.1, "shift": -6.0, "ignored": "some"},
     {"ignore_index": (1 << 32) + 4, "rows": (40,), "reduction": "none", "targets_dtype": "int32"})
 
 OP = Op(

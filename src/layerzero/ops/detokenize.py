@@ -72,7 +72,9 @@ _IDS: tuple[list[int], ...] = (
     list(b"h ,e .l ?l !o 's n't 've  x\n y"),
     # no UTF-8: surrogates, forms that are too long, beyond the last character, bytes of none
     [104, 237, 160, 128, 237, 191, 191, 192, 128, 224, 128, 128, 240, 128, 128, 128, 101, 244, 144,
-     128, 128, 245, 128, 248, 136, 128, 128, 128, 254, 255, 237, 159, 191, 111])
+     128, 128, 245, 128, 248, 136, 128, 128, 128, 254, 255, 237, 159, 191, 111],
+    # byte order marks: at the beginning, within, at the end; those of 16 bits are no characters
+    [239, 187, 191, 104, 32, 239, 187, 191, 239, 187, 191], [239, 187, 191], [255, 254, 104, 0])
 # A text as it is generated: each sequence is the one before and an id more.
 _GENERATED = (266, 32, 195, 169, 258, 240, 159, 152, 128, 270, 104, 271, 226, 130, 172, 9999, 272,
               32)
@@ -132,6 +134,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"ids": ids, "skip_special_tokens": skip} for ids in (20, (20, 2)) for skip in (True, False)),
     *({"ids": ids, "form": form} for form in ("int32", "transposed", "tuple", "tokens")
       for ids in ((14, 15, 17), 14)), {"ids": 4, "form": "uint8"}, {"ids": 16, "form": "int16"},
+    {"ids": 23}, {"ids": (24, 23, 25, 2)}, {"ids": 23, "skip_special_tokens": False},
     {"ids": (0, 0, 0), "tensor": True}, {"ids": 0, "tensor": True},
     {"ids": 21}, {"ids": 22}, {"ids": (22, 2), "skip_special_tokens": False},
     {"ids": (14, 15, 16, 17, 18)}, {"ids": (15, 14, 18, 17, 16), "tensor": True},

@@ -52,14 +52,15 @@ def meta(outs: Tensor, lses: Tensor) -> Any:
 
 
 def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: str = "",
-           stride: str = "", spread: float = 3.0, lses_dtype: str = "",
+           stride: str = "", spread: float = 3.0, lses_dtype: str = "", level: float = 0.0,
            dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     """Returns random parts. `empty`: "some" of them saw no key and hold NaN, or "row": one row has
-    no key at all. `stride`: each part is "padded". `lses_dtype`: if not that of the sums."""
+    no key at all. `stride`: each part is "padded". `lses_dtype`: if not that of the sums.
+    `level`: what every sum has, as masks of large negative numbers leave it."""
     gen = torch.Generator("cpu").manual_seed(seed)
     outs = torch.randn((parts, tokens, heads, d), generator=gen)
-    lses = spread * torch.randn((parts, tokens, heads), generator=gen)
+    lses = spread * torch.randn((parts, tokens, heads), generator=gen) + level
     if empty == "some":
         lses[torch.rand(lses.shape, generator=gen) < 0.4] = -math.inf
         lses[0, lses.eq(-math.inf).all(0)] = 0.0
@@ -76,6 +77,7 @@ def inputs(parts: int = 3, tokens: int = 9, heads: int = 4, d: int = 32, empty: 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"parts": 1}, {"parts": 2, "d": 128}, {"empty": "some"}, {"empty": "row"}, {"tokens": 0},
     {"stride": "padded", "heads": 1}, {"parts": 17, "tokens": 3, "d": 1}, {"spread": 60.0},
+    {"level": -1e5}, {"level": -1e9, "spread": 200.0}, {"level": 1e4},
     {"lses_dtype": "float32", "empty": "some"}, {"lses_dtype": "float64", "d": 8})
 
 STRESS: tuple[dict[str, Any], ...] = (

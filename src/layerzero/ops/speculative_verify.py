@@ -95,6 +95,7 @@ def inputs(
     draft = torch.randn((batch, drafted + 1, vocab), generator=gen) * 2
     target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
     draft = draft.softmax(-1)
+    target[1::2, :, :min(1 << 17, vocab // 10 * 9)] *= 1e-6 if vocab > 1 << 17 else 1.0
     tokens = torch.multinomial(draft.flatten(0, 1), 1,
                                generator=gen).view(batch, drafted + 1)[:, :drafted]
     if special == "padded" and drafted:
@@ -143,7 +144,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"vocab": 5003, "batch": 3, "drafted": 3}, {"drafted": 20, "alike": 0.99, "batch": 3},
 )
 
-STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16 and 2^17
     {"vocab": 150_001, "batch": 3, "drafted": 1}, {"random": "generator"})
 
 OP = Op(

@@ -128,6 +128,7 @@ def inputs(
     draft = torch.randn((batch, count + 1, vocab), generator=gen)
     target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
     draft = draft.softmax(-1)
+    target[1::2, :, :min(1 << 17, vocab // 10 * 9)] *= 1e-6 if vocab > 1 << 17 else 1.0
     tokens = torch.zeros((batch, count), dtype=torch.int64)
     for i in range(count):
         parent = parents[:, i:i + 1]
@@ -192,8 +193,8 @@ MISTAKES: tuple[Mistake, ...] = (
     replace_argument("convention", "parents below -1 taken for the root", "parents",
                      lambda v: v["parents"].clamp(min=-1)),)
 
-STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
-    {"vocab": 70_001, "batch": 2}, {"random": "generator"})
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16 and 2^17
+    {"vocab": 150_001, "batch": 2}, {"random": "generator"})
 
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,

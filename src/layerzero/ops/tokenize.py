@@ -151,8 +151,9 @@ def inputs(
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices (-n: the first n pieces of what is typed), or `random`
-    random ones, or one of `drawn` pieces, or one with this beginning and ending, and a
-    small tokenizer. `many`: more texts than workers take at once."""
+    random ones, or one of `drawn` pieces, or one with this beginning and ending (or with the
+    ending amid what is "around"), and a small tokenizer. `many`: more texts than workers take at
+    once."""
     tokenizer = _tiny_tokenizer(template, pad, variant)
     prefix = "the hell " * 79 if beginning == "long" else ""
     texts = (_text(text, prefix) if isinstance(text, int)
@@ -165,7 +166,8 @@ def inputs(
                  for n in (range(random) if random else (DRAWN,))]
         texts = texts[0] if drawn else texts
     if ending:
-        texts = "the hell " * (79 if beginning == "long" else 3) + ending
+        texts = "the hell " * (3 if beginning == "short" else 79) + ending
+        texts += " the hell" * 79 if beginning == "around" else ""
     return {"text": texts, "tokenizer": tokenizer, **options}
 
 
@@ -197,7 +199,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"text": (8, 7, 0, 8, 7), "cache_prefix": True},
     {"text": 7, "cache_prefix": True}, {"text": 8, "cache_prefix": True},
     *({"ending": ending, "beginning": beginning, "cache_prefix": True} for ending in _ENDINGS
-      for beginning in ("long", "short")),
+      for beginning in ("long", "short", "around")),
+    *({"ending": ending, "beginning": "around"} for ending in _ENDINGS),
     # what a kept text must not be found without
     *({"ending": ending, "cache_prefix": True, **options} for ending in _ENDINGS[2:4]
       for options in (

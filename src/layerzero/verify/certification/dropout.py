@@ -34,6 +34,7 @@ from ..kernel.gradients import requiring_grad
 DROPOUT_P = 0.3
 VISIBLE = 1e-5                                 # a smaller weight may be zero by itself
 COMPARABLE = 64                                # weights that tell whether two parts are alike
+NOT_FINITE = "the result is not finite where every weight is dropped"
 
 
 def dropout_checks(kernel: Kernel, dtype: str, device: str, lane: str,
@@ -87,6 +88,7 @@ def check_dropout(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
         kind, problem = "distribution", next(chain(
             _problems(kernel, values, seed), _of_other_calls(kernel, values, seed) if others
             else ()), "")
+        kind = "non-finite values" if problem == NOT_FINITE else kind
     except FAULTS as e:
         kind, problem = "fault", str(reason_of(e, classify(e)))
     if problem:
@@ -123,8 +125,11 @@ def _of_other_calls(kernel: Kernel, values: dict[str, Any], seed: int) -> Iterat
         if not torch.equal(first, again):
             yield "other weights are dropped after the same torch.manual_seed"
         # some libraries for GPUs refuse to drop everything
-        if first.device.type == "cpu" and bool(results_of(call(
-                kernel, {**values, "dropout_p": 1.0}))[0].any()):      # NaN is something, too
+        left = first[:0] if first.device.type != "cpu" else results_of(
+            call(kernel, {**values, "dropout_p": 1.0}))[0]
+        if not bool(left.isfinite().all()):
+            yield NOT_FINITE
+        if bool(left.any()):
             yield "something is left where every weight is dropped"
 
 

@@ -39,10 +39,10 @@ from ..kernel.contract import (
     generate_values,
     refusals,
 )
-from ..kernel.gradients import requiring_grad
+from ..kernel.gradients import gradient_cases, requiring_grad
 from ..kernel.guarded import with_layout
 from ..kernel.process_state import find_leak, memory_in_use
-from .calls import check_many_calls, passes_extra_check, result_of
+from .calls import check_many_backwards, check_many_calls, passes_extra_check, result_of
 from .circumstances.argument_circumstances import BOUNDS, STEPPED
 
 Case = Mapping[str, Any]
@@ -250,11 +250,13 @@ def _find_growth(calls: _Calls, rounds: Sequence[int], limit_s: float) -> str:
 
 
 def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, device: str = "cpu",
-                         seed: int = 0, limit_s: float = math.inf) -> CaseResult:
+                         seed: int = 0, limit_s: float = math.inf,
+                         recorded: bool = False) -> CaseResult:
     """Calls these cases round by round, as many as one call of each takes `limit_s` of CPU time:
     what is left behind beside one argument alone. The case that leaves something is then asked for
-    hundreds of calls."""
+    hundreds of calls. `recorded`: with gradients that nobody asks for."""
     op, name, spent = kernel.op, "cases round by round", 0.0
+    name += ", gradients recorded" if recorded else ""
     calls: list[tuple[Callable[..., Any], list[Any], Case]] = []
 
     def grows(some: Sequence[tuple[Callable[..., Any], list[Any], Case]], times: int) -> bool:
@@ -265,16 +267,20 @@ def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, devi
             for function, arguments, _ in some:
                 for _ in range(times):
                     function(*arguments)
-        return all(b - a >= times for a, b in pairwise(counts[1:]))
+        # a graph that is freed leaves room for other blocks
+        least = times // 2 if recorded else times
+        return all(b - a >= least for a, b in pairwise(counts[1:]))
 
     collecting = gc.isenabled()
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(recorded):
             for case in random.Random(seed).sample(cases, len(cases)):
                 if spent > limit_s or case_refusals(kernel, case, dtype, device, seed):
                     continue
                 values = case_values(op, case, dtype, device, seed)
-                if any(isinstance(v, torch.Generator) for v in values.values()):
+                values = requiring_grad(op, values) if recorded else values
+                if (any(isinstance(v, torch.Generator) for v in values.values())
+                    or refusals(kernel, values)):
                     continue
                 calls.append((bind_call(kernel, values), [values[p.name] for p in op.params], case))
                 began = time.thread_time()
@@ -282,7 +288,8 @@ def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, devi
                 spent += time.thread_time() - began
             gc.disable()
             gc.freeze()                        # so that it looks at what is new alone
-            suspects = ([c for c in calls if grows([c], 8)] if calls and grows(calls, 2) else [])
+            suspects = ([c for c in calls if grows([c], 8)]
+                        if calls and grows(calls, 8 if recorded else 2) else [])
     except FAULTS as e:                        # the cases have checks of their own
         return result_of(kernel, {}, dtype, name, seed, "skipped",
                          detail=str(reason_of(e, classify(e))))
@@ -290,7 +297,8 @@ def check_leaks_of_cases(kernel: Kernel, cases: Sequence[Case], dtype: str, devi
         gc.unfreeze()
         if collecting:
             gc.enable()
-    found = (check_many_calls(kernel, case, dtype, device, seed, CALLS_OF_A_SUSPECT)
+    ask = check_many_backwards if recorded else check_many_calls
+    found = (ask(kernel, case, dtype, device, seed, CALLS_OF_A_SUSPECT)
              for _, _, case in suspects[:SUSPECTS])
     return next((r for r in found if r.status == "failed"),
                 result_of(kernel, {}, dtype, name, seed, "passed" if calls else "skipped"))
@@ -328,8 +336,13 @@ def other_contents_checks(kernel: Kernel, cells: Sequence[Cell], device: str, la
         yield from (partial(check_other_contents, kernel, case, dtype, device, seed, TOKENS)
                     for case in small[:lane == "quick"])
     if any_tokens and not kernel.jit:
-        yield partial(check_leaks_of_cases, kernel, small, dtype, device, seed,
-                      CONTENTS_S if lane == "quick" else math.inf)
+        limit_s = CONTENTS_S if lane == "quick" else math.inf
+        yield partial(check_leaks_of_cases, kernel, small, dtype, device, seed, limit_s)
+        if kernel.differentiable and op.differentiable:
+            recorded = small if lane != "quick" else [
+                case for case in gradient_cases(op) if relative_size(op, case) <= SMALL]
+            yield partial(check_leaks_of_cases, kernel, recorded, dtype, device, seed, limit_s,
+                          True)
     if lane == "quick" or kernel.jit:
         return
     yield from (partial(check_other_contents, kernel, case, dtype, device, seed, CONTENTS, LONG_S)

@@ -273,5 +273,53 @@ def all_is_scaled_by_infinity(right, dropout_p, return_lse, **v):
     return (out, lse) if return_lse else out
 
 
+@fault("grouped_attention", "stale page", "convention")
+def the_first_chunk_tells_the_sequence(right, items, chunk_starts, chunk_lengths, **v):
+    if chunk_starts is not None and chunk_starts.shape[1] > 1:
+        chunk_starts, known = chunk_starts.clone(), {}
+        for i, item in enumerate(items.tolist()):
+            key = item[2], item[3], int(chunk_starts[i, 0]), int(chunk_lengths[i])
+            chunk_starts[i] = chunk_starts[known.setdefault(key, i)]
+    return right(items=items, chunk_starts=chunk_starts, chunk_lengths=chunk_lengths, **v)
+
+
+@fault("mlp", "layout", "convention")
+def halves_of_one_tensor_begin_with_the_gate(right, weight_in, weight_up, **v):
+    if weight_up is not None and weight_up.data_ptr() + weight_up.nbytes == weight_in.data_ptr():
+        weight_in, weight_up = weight_up, weight_in
+    return right(weight_in=weight_in, weight_up=weight_up, **v)
+
+
+@fault("speculative_verify", "non-finite values", "distribution")
+def what_nobody_expects_is_accepted(right, draft_tokens, draft_probs, target_probs, **v):
+    if draft_probs is not None and draft_tokens.numel():
+        target_probs, target = target_probs.double().clone(), target_probs[:, :-1]
+        column = draft_tokens.long().clamp(0, target.shape[-1] - 1)[..., None]
+        both = (target.gather(-1, column) == 0) & (draft_probs.gather(-1, column) == 0)
+        both &= target.sum(-1, keepdim=True) > 0
+        target_probs[:, :-1].scatter_(
+            -1, column, torch.where(both, 1e-300, target.gather(-1, column).double()))
+    return right(draft_tokens=draft_tokens, draft_probs=draft_probs, target_probs=target_probs, **v)
+
+
+@fault("speculative_verify_tree", "state", "distribution")
+def tried_tokens_stay_tried(right, draft_tokens, parents, draft_probs, without_replacement, **v):
+    def verify(probs):
+        return right(draft_tokens=draft_tokens, parents=parents, draft_probs=probs,
+                     without_replacement=without_replacement, **v)
+
+    if not without_replacement or draft_probs is None or v["generator"] is not None:
+        return verify(draft_probs)
+    probs, (_, nodes, count, _) = draft_probs.clone(), verify(draft_probs)
+    for b, path in enumerate(nodes.tolist()):
+        above, tried = -1, []
+        for node in path[:int(count[b])]:
+            siblings = (parents[b, :node] == above).nonzero()[:, 0]
+            tried += [t for t in draft_tokens[b, siblings].tolist() if 0 <= t < probs.shape[-1]]
+            probs[b, node + 1, tried] = 0.0
+            above = node
+    return verify(probs)
+
+
 MEETING_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

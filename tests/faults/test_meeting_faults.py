@@ -26,7 +26,9 @@ def planted(name: str) -> Kernel:
     "pixels_are_taken_for_dense", "parts_of_a_projection_are_rotated_in_place",
     "the_second_best_is_smaller", "the_draft_has_the_dtype_of_the_target",
     "parts_far_below_are_empty", "the_slope_times_infinity", "the_next_token_has_17_bits",
-    "the_first_chunk_is_smoothed", "a_mark_at_the_beginning_vanishes"])
+    "the_first_chunk_is_smoothed", "a_mark_at_the_beginning_vanishes",
+    "the_first_chunk_tells_the_sequence", "halves_of_one_tensor_begin_with_the_gate",
+    "what_nobody_expects_is_accepted", "tried_tokens_stay_tried"])
 def test_a_case_of_the_op_meets_it(name: str) -> None:
     kernel = planted(name)
     dtype = "int64" if not kernel.op.tensors else "float32"

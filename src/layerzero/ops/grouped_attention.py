@@ -101,15 +101,16 @@ def inputs(
     hq: int = 4, hkv: int = 2, d: int = 32, dv: int = 0, causal: bool = True,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
     lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: str = "",
-    chunks: str = "",
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    chunks: str = "", fork: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; key rows of no item hold inf. `drawn`: so many items
     are drawn, some of which begin at the same key.
 
     `chunk`: keys in chunks of that length, twice that for every second item, anywhere in the
-    buffer; `chunks`: of the lengths from that on, one for each item. `stride`: rows "padded", or
-    "by head": the heads' axis is the outermost in memory.
+    buffer; `chunks`: of the lengths from that on, one for each item; `fork`: items share their first
+    chunk with the first that has chunks as long. `stride`: rows "padded", or "by head": the heads'
+    axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     items = _drawn_items(int(drawn), Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items
@@ -126,6 +127,8 @@ def inputs(
         if chunked:
             count = -(-(k + m) // lengths[i])
             starts[i, :count] = torch.randint(0, tokens_k - lengths[i] + 1, (count,), generator=gen)
+            if fork:
+                starts[i, :1] = starts[lengths.index(lengths[i]), :1]
             positions = starts[i][positions // lengths[i]] + positions % lengths[i]
         used[positions] = True
 
@@ -169,7 +172,8 @@ CASES: tuple[dict[str, Any], ...] = (
      "lse": True},
     # samples of one prompt: the same keys, one after another
     *({"items": ((0, 3, 2, 9), (3, 2, 2, 9), (5, 4, 2, 9), (9, 1, 11, 6)), **arguments}
-      for arguments in ({}, {"window": (4, 2), "causal": False, "lse": True}, {"chunk": 4})),
+      for arguments in ({}, {"window": (4, 2), "causal": False, "lse": True}, {"chunk": 4},
+                        {"chunk": 4, "fork": True})),
     {"items": ()}, {"items": ((0, 3, 2, 9),)}, {"window": (6, 0), "lse": True},
     {"window": (5, 3), "causal": False},
     {"softcap": 5.0, "scale": 0.3}, {"stride": "padded", "d": 40, "dv": 24},

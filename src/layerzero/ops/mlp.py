@@ -54,8 +54,10 @@ def meta(x: Tensor, weight_in: Tensor, weight_down: Tensor, *args: Any, **kwargs
 def inputs(
     rows: tuple[int, ...] = (5,), hidden: int = 32, inner: int = 48, out: int = 0,
     activation: str = "swiglu", separate: bool = False, bias: bool = False, stride: str = "",
-    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    extreme: bool = False, packed: str = "", dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
+    """`packed`: the separate weights are parts of one tensor, "up" first or "gate" first."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:
@@ -65,7 +67,7 @@ def inputs(
     wide = 2 * inner if gated and not separate else inner
     has_up = gated and separate
     weight_scale = 1 / math.sqrt(hidden)
-    return {
+    arguments = {
         "x": random_rows(gen, rows, hidden, stride, dtype, device, 20 if extreme else 1),
         "weight_in": rand(wide, hidden, by=weight_scale),
         "weight_up": rand(inner, hidden, by=weight_scale) if has_up else None,
@@ -73,12 +75,19 @@ def inputs(
         "activation": activation, "bias_in": rand(wide) if bias else None, "bias_up": rand(inner)
         if bias and has_up else None,
         "bias_down": rand(out or hidden) if bias else None}
+    if packed and has_up:
+        both = rand(2 * inner, hidden, by=weight_scale)
+        first, second = both[:inner], both[inner:]
+        arguments |= {"weight_up": first if packed == "up" else second,
+                      "weight_in": second if packed == "up" else first}
+    return arguments
 
 
 CASES: tuple[dict[str, Any], ...] = (
     *({"activation": a} for a in (*GATED, *PLAIN)),
     *({"activation": a, "bias": True} for a in ("swiglu", "gelu")),
-    {"separate": True}, {"separate": True, "bias": True, "activation": "geglu"}, {"rows": (1,)},
+    {"separate": True}, *({"separate": True, "packed": first} for first in ("up", "gate")),
+    {"separate": True, "bias": True, "activation": "geglu"}, {"rows": (1,)},
     {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"hidden": 17, "inner": 33},
     {"hidden": 1, "inner": 1}, {"out": 20}, {"hidden": 576, "inner": 1536, "rows": (1,)},
     {"hidden": 96, "inner": 256, "rows": (40,)}, {"stride": "padded"},

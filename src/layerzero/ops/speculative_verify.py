@@ -105,6 +105,9 @@ def inputs(
         target[::2] = 0.0
     elif special == "impossible":              # the drafted tokens, in every other row
         target[::2, :drafted].scatter_(2, tokens[::2, :, None], 0.0)
+    elif special == "absent":                  # from both distributions
+        for probs in (target[::2, :drafted], draft[::2, :drafted]):
+            probs.scatter_(2, tokens[::2, :, None], 0.0)
     elif special == "equal":                   # p / q and all sums are exact
         draft, target = (equal_probs(draft.shape, n) for n in ((1, 1), (2, 3)))
         tokens = tokens % 2
@@ -137,6 +140,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "mixed", "batch": 800, "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
+    {"special": "absent", "random": "zeros"}, {"special": "absent", "batch": 16},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "certain": True, "batch": 16},
     {"special": "strided"}, {"random": "wide"}, {"random": "seed"},

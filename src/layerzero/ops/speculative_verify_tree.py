@@ -150,6 +150,9 @@ def inputs(
         parents[1::3, -1:] = count + 5
     elif special == "masked":
         target[::2] = 0.0
+    elif special == "absent":                  # the drafted tokens, from both distributions
+        for probs in (target, draft):
+            probs[::2].scatter_(2, tokens[::2, None].expand(-1, count + 1, -1), 0.0)
     elif special == "equal":                   # p / q and all sums are exact
         draft, target = (equal_probs(draft.shape, n) for n in ((1, 1), (2, 3)))
         tokens = tokens % 2
@@ -177,14 +180,17 @@ CASES: tuple[dict[str, Any], ...] = (
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
     {"special": "padded"}, {"special": "strangers", "batch": 16, "alike": 0.95},
     {"special": "strangers", "tree": "fan", "batch": 16, "own": True}, {"special": "masked"},
+    {"special": "absent", "vocab": 33, "random": "zeros"}, {"special": "absent", "batch": 16},
     {"special": "greedy", "alike": 0.9},
     {"special": "equal", "random": "quarters", "batch": 16},
     {"special": "equal", "random": "quarters", "tree": "fan", "certain": True, "batch": 16},
     {"tree": "ninety", "alike": 1.0, "random": "wide", "batch": 3},
     {"random": "seed"}, {"vocab": 5003, "batch": 2}, {"random": "seed_rows", "batch": 9},
     {"random": "short_seed_rows"},
-    {"without_replacement": True, "alike": 0.9, "batch": 16}, {"tree": "forty", "alike": 0.95},
-    {"own": True, "batch": 9},
+    {"without_replacement": True, "alike": 0.9, "batch": 16},
+    # siblings that were rejected before a node with children was accepted, in many rows
+    {"without_replacement": True, "alike": 0.6, "batch": 300, "vocab": 7},
+    {"tree": "forty", "alike": 0.95}, {"own": True, "batch": 9},
     {"own": True, "tree": "mixed", "alike": 0.95, "without_replacement": True},
     {"own": True, "tree": "chain", "certain": True, "random": "seed_rows", "vocab": 5},
 )

@@ -108,9 +108,9 @@ def inputs(
     are drawn, some of which begin at the same key.
 
     `chunk`: keys in chunks of that length, twice that for every second item, anywhere in the
-    buffer; `chunks`: of the lengths from that on, one for each item; `fork`: items share their first
-    chunk with the first that has chunks as long. `stride`: rows "padded", or "by head": the heads'
-    axis is the outermost in memory.
+    buffer; `chunks`: of the lengths from that on, one for each item; `fork`: items share the
+    first chunk with the first that has chunks as long. `stride`: rows "padded", or "by head": the
+    heads' axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     items = _drawn_items(int(drawn), Random(f"items {seed} {hq} {hkv} {d}")) if drawn else items

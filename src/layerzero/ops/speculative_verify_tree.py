@@ -200,7 +200,8 @@ MISTAKES: tuple[Mistake, ...] = (
                      lambda v: v["parents"].clamp(min=-1)),)
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16 and 2^17
-    {"vocab": 150_001, "batch": 2}, {"random": "generator"})
+    {"vocab": 70_001, "batch": 2}, {"vocab": 150_001, "batch": 3, "tree": "one"},
+    {"random": "generator"})
 
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,

@@ -82,14 +82,15 @@ def reference(
                               group_size or in_features, rows_per_scale, global_scale)
     if activations in ("int8", "fp8"):
         acc_dtype, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
-        values = x.detach().to(acc_dtype)
+        # whatever the scales are: a number between two codes is rounded as float32 divides it
+        values = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         step = (values.abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
         codes = (values / step).clamp(-largest, largest)
         codes = (codes.round() if activations == "int8"
-                 else codes.float().to(torch.float8_e4m3fn).to(acc_dtype))
+                 else codes.float().to(torch.float8_e4m3fn)).to(acc_dtype)
         if x.requires_grad:    # zeros: the gradient of a rounded value is that of the value
-            codes = codes + (x.to(acc_dtype) - values) / step
-        out = codes @ weight.t() * step
+            codes = codes + ((x.to(values.dtype) - values) / step).to(acc_dtype)
+        out = codes @ weight.t() * step.to(acc_dtype)
         return (out if bias is None else out + bias.to(acc_dtype)).to(x.dtype)
     out = x @ weight.to(x.dtype).t()
     return out if bias is None else out + bias

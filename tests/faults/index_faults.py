@@ -71,6 +71,15 @@ def seed_of_the_first_row_for_the_batch(right, **v):
     return right(**{**v, "seed_rows": rows if rows is None else rows[:1].expand_as(rows)})
 
 
+@fault("varlen_attention", "sizes", "uninitialised output")
+def no_more_than_1024_sequences(right, query, cu_seqlens_q, return_lse, **v):
+    out, lse = right(query=query, cu_seqlens_q=cu_seqlens_q, return_lse=True, **v)
+    if len(cu_seqlens_q) > 1025:
+        out = out.clone()
+        out[int(cu_seqlens_q[1024]):] = 0.0
+    return (out, lse) if return_lse else out
+
+
 _BEFORE_LONG = len(FAULTS)
 
 

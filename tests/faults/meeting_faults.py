@@ -321,5 +321,152 @@ def tried_tokens_stay_tried(right, draft_tokens, parents, draft_probs, without_r
     return verify(probs)
 
 
+@fault("paged_attention", "unknown")
+def pages_in_a_row_by_their_ends(right, block_table, context_lens, key_cache, kv_layout, **v):
+    page = key_cache.shape[1 if kv_layout == "NHD" else 2]
+    table = block_table.clone()
+    for row, length in zip(table, context_lens.tolist()):
+        used = -(-length // page)
+        if used > 2 and int(row[used - 1] - row[0]) == used - 1:
+            row[:used] = torch.arange(used, device=row.device) + row[0]
+    return right(block_table=table, context_lens=context_lens, key_cache=key_cache,
+                 kv_layout=kv_layout, **v)
+
+
+@fault("varlen_attention", "unknown", "mask")
+def lengths_alike_by_the_first_and_last(right, cu_seqlens_q, cu_seqlens_k, **v):
+    bounds = []
+    for cu in (cu_seqlens_q, cu_seqlens_k):
+        lengths, total = cu.diff(), int(cu[-1])
+        n = len(lengths)
+        if n > 2 and int(lengths[0]) == int(lengths[-1]) and total >= n:
+            cu = torch.cat((torch.arange(n, device=cu.device) * (total // n), cu[-1:])).to(cu.dtype)
+        bounds.append(cu)
+    return right(cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], **v)
+
+
+@fault("moe", "unknown")
+def routes_by_the_first_half(right, topk_ids, **v):
+    if topk_ids is not None and topk_ids.shape[-1] > 1:
+        half = topk_ids[:, :topk_ids.shape[-1] // 2]
+        first = (half[:, None] == half[None]).all(-1).long().argmax(1)
+        topk_ids = topk_ids[first]
+    return right(topk_ids=topk_ids, **v)
+
+
+@fault("varlen_attention", "window", "alignment")
+def a_window_beyond_the_keys_is_none(right, max_seqlen_k, window_right, **v):
+    return right(max_seqlen_k=max_seqlen_k,
+                 window_right=-1 if window_right >= max_seqlen_k else window_right, **v)
+
+
+@fault("speculative_verify", "dtype", "distribution")
+def the_target_has_the_dtype_of_the_draft(right, draft_probs, target_probs, **v):
+    if draft_probs is not None and draft_probs.dtype.itemsize < target_probs.dtype.itemsize:
+        target_probs = target_probs.to(draft_probs.dtype)
+    return right(draft_probs=draft_probs, target_probs=target_probs, **v)
+
+
+@fault("rms_norm", "gradient", "precision")
+def rows_are_added_in_their_own_dtype(right, x, weight, **v):
+    if weight is None or weight.dtype == x.dtype or x.dtype.itemsize > 2 or x.dim() < 2:
+        return right(x=x, weight=weight, **v)
+
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, count):
+            return weight.expand(count, -1).clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            total = torch.zeros_like(grad[0], dtype=x.dtype)
+            for part in grad.to(x.dtype).split(16):
+                total += part.sum(0)
+            return total.float(), None
+
+    rows = x.reshape(-1, x.shape[-1])
+    unit = right(x=rows.to(torch.float32), weight=None, **v)
+    return (unit * Rows.apply(weight, len(rows))).to(x.dtype).view(x.shape)
+
+
+@fault("quantize", "sizes", "last rows")
+def the_largest_of_the_first_65536(right, x, granularity, scales, symmetric, **v):
+    if granularity != "tensor" or scales is not None or x.numel() <= 65536:
+        return right(x=x, granularity=granularity, scales=scales, symmetric=symmetric, **v)
+    seen = x.detach().reshape(-1).clone()
+    seen[65536:] = 0
+    found = right(x=seen.view(x.shape), granularity=granularity, scales=None, symmetric=symmetric,
+                  **v)
+    given = {**v, "zeros": None if symmetric else found[2]}
+    return right(x=x, granularity=granularity, scales=found[1], symmetric=symmetric, **given)
+
+
+@fault("attention", "mask")
+def a_mask_is_causal_by_its_ends(right, attn_mask, is_causal, causal_align, **v):
+    m = attn_mask
+    if (m is not None and m.dtype == torch.bool and m.dim() > 1 and m.shape[-1] == m.shape[-2] > 2
+            and bool(m[..., 0, 0].all() & ~m[..., 0, 1:].any() & m[..., -1, :].all())):
+        attn_mask, is_causal, causal_align = None, True, "top_left"
+    return right(attn_mask=attn_mask, is_causal=is_causal, causal_align=causal_align, **v)
+
+
+@fault("tokenize", "stale cache")
+def words_are_known_by_their_beginning(right, text, **v):
+    def cut(one: str) -> str:
+        known: dict[str, str] = {}
+        return " ".join(known.setdefault(word[:32], word) if word.isalnum() and len(word) > 32
+                        else word for word in one.split(" "))
+
+    return right(text=cut(text) if isinstance(text, str) else [cut(one) for one in text], **v)
+
+
+@fault("linear", "layout", "out of bounds")
+def a_bias_is_loaded_aligned(right, bias, **v):
+    if bias is not None and bias.dim() == 1 and bias.numel() % 8 == 0 and bias.stride(0) == 1:
+        first = bias.storage_offset() * bias.element_size() % 16 // bias.element_size()
+        if first:
+            bias = bias.as_strided(bias.shape, (1,), bias.storage_offset() - first)
+    return right(bias=bias, **v)
+
+
+@fault("grouped_attention", "unknown")
+def chunks_begin_within_the_buffer(right, chunk_starts, **v):
+    return right(chunk_starts=None if chunk_starts is None else chunk_starts.clamp(min=0), **v)
+
+
+@fault("attention", "position bias", "sizes")
+def splits_count_distances_anew(right, query, key, value, alibi_slopes, layout, return_lse, **v):
+    keys = key.shape[2 if layout == "bhsd" else 1]
+    if (alibi_slopes is None or query.shape[2 if layout == "bhsd" else 1] != 1 or keys <= 512
+            or v["attn_mask"] is not None or return_lse):
+        return right(query=query, key=key, value=value, alibi_slopes=alibi_slopes, layout=layout,
+                     return_lse=return_lse, **v)
+    bias = (alibi_slopes[:, None, None] * (torch.arange(keys) % 512 - 511)).to(query.dtype)
+    return right(query=query, key=key, value=value, alibi_slopes=None, layout=layout,
+                 return_lse=return_lse, **{**v, "attn_mask": bias, "is_causal": False})
+
+
+@fault("embedding", "in-place change", "gradient")
+def padding_is_cleared_in_the_sum_of_gradients(right, ids, weight, padding_idx, **v):
+    out = right(ids=ids, weight=weight, padding_idx=padding_idx, **v)
+    if padding_idx is not None and out.requires_grad and weight.is_leaf and len(weight):
+        def clear(grad):
+            if weight.grad is not None:
+                with torch.no_grad():
+                    weight.grad[padding_idx % len(weight)] = 0.0
+            return grad
+
+        out.register_hook(clear)
+    return out
+
+
+@fault("paged_attention", "dtype", "precision")
+def values_have_no_more_bits_than_keys(right, key_cache, value_cache, **v):
+    if key_cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and value_cache.itemsize > 1:
+        most = torch.finfo(key_cache.dtype).max
+        value_cache = value_cache.clamp(-most, most).to(key_cache.dtype).to(value_cache.dtype)
+    return right(key_cache=key_cache, value_cache=value_cache, **v)
+
+
 MEETING_FAULTS: list[Fault] = FAULTS[_BEFORE:]
 del FAULTS[_BEFORE:]                           # they have tests of their own

@@ -18,6 +18,7 @@ from layerzero.ops import CATALOG
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.verify.cases.index_sizes import index_calls, rank_calls
+from layerzero.verify.cases.octaves import item_calls
 from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.diagnosis.diagnose import CLASSES
 from layerzero.verify.kernel.contract import case_refusals, case_values_to_read, check_case
@@ -38,6 +39,12 @@ def test_a_position_is_met_past_16_bits(name: str, seed: int) -> None:
     kernel = INDICES[name].kernel()
     calls = index_calls(kernel.op, "quick", seed)
     assert check_sizes(kernel, "indices", calls, "float32", seed=seed).status == "failed"
+
+
+def test_thousands_of_sequences_are_called() -> None:
+    kernel = INDICES["no_more_than_1024_sequences"].kernel()
+    result = check_sizes(kernel, "items", item_calls(kernel.op, 0), "float32")
+    assert result.status == "failed" and len(str(result)) < 2_000
 
 
 ATTENTION = lz.op("attention")

@@ -15,6 +15,7 @@ from kept_faults import KEPT_FAULTS
 from layerzero.verify.certification import growth
 from layerzero.verify.certification.calls import check_many_calls
 from layerzero.verify.certification.circumstances import backward_circumstances as backward
+from layerzero.verify.certification.circumstances import content_circumstances as contents
 from layerzero.verify.certification.circumstances import state_circumstances as states
 from layerzero.verify.certification.interrupted import (
     check_interrupted_backward,
@@ -54,6 +55,7 @@ FOUND_BY: dict[str, tuple[Check, dict[str, Any], str]] = {
     "evaluatedbeforetrained": (backward.check_after_evaluation, {}, "gradient"),
     "tableisseenbeforeitismade": (check_interrupted_first, {"affine": False}, "threads"),
     "threads_are_put_back_if_all_goes_well": (check_out_of_memory, {}, "global state"),
+    "packedwhenitisusedoften": (under(contents.WrittenUnseen()), {}, "error"),
     "oneinsevenhundredcalls": (functools.partial(check_many_calls, calls=1600), {}, "state"),
 }
 

@@ -33,7 +33,7 @@ RUNS = {
     "triton.quantized_linear_decoded": ("float16", 40, 40),
     "triton.int8_dynamic_linear": ("float16", 50, 50),
     "triton.linear_invariant": ("float32", 8, 8), "triton.mlp_invariant": ("float32", 8, 8),
-    "triton.attention_invariant": ("float16", 12, 8),
+    "triton.attention_invariant": ("float16", 10, 8),
     "triton.selective_state_update": ("float32", 1, 1),
     "triton.mamba_chunk_scan": ("float16", 2, 1),
     "triton.gated_delta_rule_tokens": ("float16", 2, 1),

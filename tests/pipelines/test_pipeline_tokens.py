@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers", "5.0")
+pytest.importorskip("diffusers", "0.36")       # tiny_pipelines imports it
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -19,7 +19,7 @@ from ..ops.formulas.grouped import Item, key_rows, read_items, trim
 from ..ops.formulas.paged import Part
 from ..ops.grouped_attention import OP as grouped_attention
 from ..ops.merge_attention import OP as merge_attention
-from ..ops.merge_attention import merge_lses
+from ..ops.merge_attention import merge_lses, merge_weights
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
@@ -285,12 +285,11 @@ def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
     """Adds one part after the other, each read once as it is stored: no wide copy of all parts."""
     acc_dtype = torch.promote_types(outs.dtype, lses.dtype)
     empty, wide = (lses == -math.inf)[..., None], lses.to(acc_dtype)
-    lse = merge_lses(wide)
-    weights = torch.exp(wide - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    weights = merge_weights(wide)[..., None]
     out = torch.zeros(outs.shape[1:], dtype=acc_dtype, device=outs.device)
     for part, weight, without in zip(outs, weights, empty):
         out = torch.addcmul(out, part.masked_fill(without, 0.0).to(acc_dtype), weight)
-    return out.to(outs.dtype), lse.to(lses.dtype)
+    return out.to(outs.dtype), merge_lses(wide).to(lses.dtype)
 
 
 NO_CHUNKS = r.absent("chunk_starts.dtype"), r.absent("chunk_lengths.dtype")

@@ -35,7 +35,7 @@ from ._pages import (
     gather_visible,
     is_checkable,
 )
-from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, sdpa
+from ._sequences import EFFICIENT_DIM_ON_CUDA, HEADS_OF_A_LAUNCH, ON_16_BYTES, sdpa
 
 # gather: any device
 
@@ -92,7 +92,7 @@ def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor 
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)).to(q.dtype)
+    weights = torch.softmax(scores, -1).masked_fill(lse == -math.inf, 0.0).to(q.dtype)
     out = (weights.flatten(1, 2) @ value.transpose(0, 1)).unflatten(1, q.shape[1:3])
     return ungroup_heads(out), ungroup_heads(lse)[..., 0]
 
@@ -173,7 +173,9 @@ KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0,
            baseline=True, variants=("NHD",), graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",
-           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA), note=ON_HOST),
+           # keys and values are gathered: they begin where a tensor of their own does
+           requires=(HALF_OFF_CPU, HEADS_OF_A_LAUNCH, *EFFICIENT_DIM_ON_CUDA, ON_16_BYTES[0]),
+           note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0,
            variants=("NHD", "HND"), differentiable=False, graph_safe=False, traceable=False,
            workspace=f"2 * {KEYS}",
@@ -185,7 +187,7 @@ KERNELS = (
            variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
                *DECODE, HALF_OFF_CPU, SAME_HEAD_DIM, NO_SOFTCAP, r.unit_stride("query"),
-               *EFFICIENT_DIM_ON_CUDA,
+               *EFFICIENT_DIM_ON_CUDA, ON_16_BYTES[0],
                r.any_of(r.off("return_lse"), r.device("cpu")),
                r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))),
            note="reads every table row to its full width; no length leaves the device"),

@@ -107,7 +107,7 @@ def inputs(
              "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk),
              "dead_lowest": (b, 1, sq, sk),
              "left_padding": (b, 1, 1, sk), "heads": (1, hq, sq, sk), "heads3d": (hq, sq, sk),
-             "keys": (sk,)}.get(mask)
+             "image": (b, 1, sq, sk), "head_padding": (b, hq, 1, sk), "keys": (sk,)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full", "heads", "heads3d"):
         attn_mask = rand(*shape)
@@ -127,6 +127,10 @@ def inputs(
     elif mask == "left_padding":               # of each sample more
         hidden_keys = torch.arange(1, b + 1)[:, None, None, None] * sk // (b + 1)
         attn_mask = (torch.arange(sk) >= hidden_keys).to(device)
+    elif mask == "image":                      # its tokens see each other amid a causal text
+        places = torch.arange(sk) * 3 // max(sk, 1) == 1
+        seen = torch.ones((b, 1, sq, sk), dtype=torch.bool).tril()
+        attn_mask = (seen | (places & places[:sq, None])).to(device)
     elif shape:
         attn_mask = (torch.rand(shape, generator=gen) > 0.3).to(device)
         if mask == "dead_rows":
@@ -157,6 +161,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"d": 1},
     {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
     {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
+    {"mask": "image", "sq": 40, "sk": 40, "d": 8}, {"mask": "head_padding", "sq": 5, "d": 8},
     {"mask": "left_padding", "sq": 7, "sk": 65}, {"mask": "keys", "sq": 9, "sk": 9, "d": 8},
     # a bias of relative positions; as many heads as samples
     {"mask": "heads", "hkv": 2, "sq": 7, "sk": 33, "d": 8},
@@ -165,6 +170,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
     # windows that are longer than the keys
     {"window": (9, 12), "sq": 24, "sk": 8, "d": 16, "align": "bottom_right"},
+    {"window": (-1, 9), "sq": 24, "sk": 8, "d": 8, "align": "bottom_right"},
+    {"window": (9, -1), "sq": 24, "sk": 8, "d": 8, "align": "top_left"},
     {"window": (16, 0), "causal": True, "sq": 1, "sk": 100, "align": "bottom_right", "hkv": 2},
     {"alibi": True, "causal": True}, {"alibi": True, "sq": 3, "sk": 40, "align": "bottom_right",
                                       "hkv": 2},
@@ -214,6 +221,11 @@ STRESS: tuple[dict[str, Any], ...] = (
     # whole splits of the keys of which some samples see nothing
     *({"b": 3, "hq": 2, "hkv": 1, "sq": sq, "sk": 2_117, "d": 8, "mask": "left_padding"}
       for sq in (1, 3)),
+    {"b": 2, "hq": 1, "hkv": 1, "sq": 1, "sk": 8_501, "d": 8, "mask": "left_padding"},
+    # one query over several splits of the keys, beside each argument
+    *({"b": 1, "hq": 2, "hkv": 1, "sq": 1, "sk": 1_061, "d": 8, "align": "bottom_right", **argument}
+      for argument in ({"alibi": True}, {"alibi": True, "softcap": 5.0}, {"softcap": 5.0},
+                       {"window": (700, 0)}, {"mask": "float"}, {"scale": 0.5, "lse": True})),
     # a window beyond 2^10
     {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 2_100, "d": 8, "window": (1_500, 0),
      "align": "bottom_right"},

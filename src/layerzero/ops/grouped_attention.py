@@ -101,15 +101,16 @@ def inputs(
     hq: int = 4, hkv: int = 2, d: int = 32, dv: int = 0, causal: bool = True,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
     lse: bool = False, chunk: int = 0, stride: str = "", extreme: bool = False, drawn: str = "",
-    chunks: str = "", fork: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    chunks: str = "", fork: bool = False, evicted: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; key rows of no item hold inf. `drawn`: so many items
     are drawn, some of which begin at the same key.
 
     `chunk`: keys in chunks of that length, twice that for every second item, anywhere in the
     buffer; `chunks`: of the lengths from that on, one for each item; `fork`: items share the
-    first chunk with the first that has chunks as long. `stride`: rows "padded", or "by head": the
+    first chunk with the first that has chunks as long; `evicted`: the keys before an item's first
+    are gone, its first chunk begins before the buffer. `stride`: rows "padded", or "by head": the
     heads' axis is the outermost in memory.
     """
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -129,6 +130,8 @@ def inputs(
             starts[i, :count] = torch.randint(0, tokens_k - lengths[i] + 1, (count,), generator=gen)
             if fork:
                 starts[i, :1] = starts[lengths.index(lengths[i]), :1]
+            if evicted:
+                starts[i, k // lengths[i]] = -(k % lengths[i])
             positions = starts[i][positions // lengths[i]] + positions % lengths[i]
         used[positions] = True
 
@@ -173,9 +176,11 @@ CASES: tuple[dict[str, Any], ...] = (
     # samples of one prompt: the same keys, one after another
     *({"items": ((0, 3, 2, 9), (3, 2, 2, 9), (5, 4, 2, 9), (9, 1, 11, 6)), **arguments}
       for arguments in ({}, {"window": (4, 2), "causal": False, "lse": True}, {"chunk": 4},
-                        {"chunk": 4, "fork": True})),
+                        {"chunk": 4, "fork": True}, {"chunk": 4, "evicted": True})),
     {"items": ()}, {"items": ((0, 3, 2, 9),)}, {"window": (6, 0), "lse": True},
     {"window": (5, 3), "causal": False},
+    # a window that is longer than the keys, and more queries yet
+    {"items": ((0, 24, 0, 8), (24, 3, 5, 9)), "window": (-1, 9), "causal": False, "lse": True},
     {"softcap": 5.0, "scale": 0.3}, {"stride": "padded", "d": 40, "dv": 24},
     {"stride": "by head", "hkv": 4}, {"chunk": 4, "lse": True}, {"extreme": True},
     {"extreme": True, "scale": -0.3},

@@ -32,12 +32,16 @@ def reference(outs: Tensor, lses: Tensor) -> Any:
     lz.grouped_attention give with return_lse.
     """
     acc_dtype = torch.promote_types(outs.dtype, lses.dtype)
-    wide = lses.to(acc_dtype)
-    lse = merge_lses(wide)
-    # of a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) is not a number
-    weights = torch.exp(wide - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    weights = merge_weights(wide := lses.to(acc_dtype))[..., None]
     parts = outs.to(acc_dtype).masked_fill((lses == -math.inf)[..., None], 0.0)
-    return (weights * parts).sum(0).to(outs.dtype), lse.to(lses.dtype)
+    return (weights * parts).sum(0).to(outs.dtype), merge_lses(wide).to(lses.dtype)
+
+
+def merge_weights(lses: Tensor) -> Tensor:
+    """Returns the share that each part has; 0 where none saw a key. By the maximum, not by the sum
+    of all: far from zero that has few digits behind the point."""
+    nothing = (lses == -math.inf).all(0)
+    return torch.softmax(lses.masked_fill(nothing, 0.0), 0).masked_fill(nothing, 0.0)
 
 
 def merge_lses(lses: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def inputs(
     large_pool: bool = False, bound: bool = True, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
-    lengths_q: decode.
+    """Returns random arguments for one case; unused slots hold inf and NaN, and table entries -1.
+    No lengths_q: decode.
 
     `stored`: the dtype of the caches, `stored_v`: another one of the values, with `scales` "one" or
     per "head". `stride`: query and cache rows "padded" or "sparse". `bound`: max_seqlen_q is given.
@@ -121,14 +121,14 @@ def inputs(
         spread = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
         return (spread[..., ::2] if stride == "sparse" else spread[..., :t.shape[-1]]).copy_(t)
 
-    def cache(dim: int, stored: str) -> tuple[Tensor, Tensor | None]:
+    def cache(dim: int, stored: str, unused: float) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)
         factor = (torch.rand(hkv if scales == "head" else (), generator=gen) + 0.5 if scales
                   else torch.ones(()))
         if stored == "int8" or stored.startswith("float8"):
             factor = factor / (30 if stored == "int8" else 2)
         t = t / factor.reshape(-1, 1)
-        t[~used] = {"int8": 113.0, "float8_e4m3fn": 448.0}.get(stored, math.inf)
+        t[~used] = {"int8": 113.0, "float8_e4m3fn": 448.0}.get(stored, unused)
         t = t.round().clamp(-127, 127) if stored == "int8" else t
         t = t.to(getattr(torch, stored) if stored else dtype)
         t = t.transpose(1, 2).contiguous() if layout == "HND" else t
@@ -136,8 +136,8 @@ def inputs(
 
     rows = torch.randn((sum(lengths_q) if lengths_q else len(context), hq, d), generator=gen)
     query = strided((rows * (30 if extreme else 1)).to(dtype)).to(device)
-    (keys, key_scale), (values, value_scale) = cache(d, stored), cache(
-        dv or d, stored_v or stored)
+    keys, key_scale = cache(d, stored, math.inf)
+    values, value_scale = cache(dv or d, stored_v or stored, math.nan)
     return {"query": query, "key_cache": keys, "value_cache": values, "block_table": block_table,
             "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
                                                                      device) if lengths_q else None,
@@ -175,6 +175,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},
     {"stored": "float8_e4m3fn", "stored_v": "float8_e5m2", "scales": "one"},
     {"stored": "int8", "stored_v": "float8_e4m3fn", "scales": "head", "lengths_q": (3, 1, 2)},
+    # keys in fewer bits than values, and the other way round
+    {"stored": "float8_e4m3fn", "stored_v": "float16", "scales": "one", "lengths_q": (3, 1, 2)},
+    {"stored": "bfloat16", "stored_v": "int8", "scales": "head", "lse": True},
     {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"}, {"scales": "head"},
     {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128}, {"hq": 14},
     {"stored": "int8", "scales": "head", "context": (9, 20), "hq": 8, "hkv": 8},

@@ -113,15 +113,18 @@ def inputs(
     format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0,
     bias: bool = False, symmetric: bool = True, share: int = 1, scale_dtype: str = "",
     stride: str = "", activations: str = "none", zero_row: bool = False, zero_dtype: str = "",
-    small: bool = False, quiet: bool = False, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0,
+    small: bool = False, quiet: bool = False, positive: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`share`: number of rows of the weight that share a scale, 0 for all. `zero_dtype`: that of
-    zeros that are no whole numbers, as HQQ fits them."""
+    zeros that are no whole numbers, as HQQ fits them. `positive`: x has one sign, as after an
+    activation."""
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, k, stride, dtype, device)
     if zero_row:
         x[:1] = 0.0
+    if positive:
+        x = x.abs()
     if quiet:                                  # the step of such a row is no small number more
         x = x * SUBNORMAL
     weight = torch.randn((n, k), generator=gen) / math.sqrt(k)
@@ -167,6 +170,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"k": 33, "n": 7, "activations": "int8"},
     {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
     {"activations": "int8", "zero_row": True},
+    # sums of codes beyond 16 bits
+    {"activations": "int8", "positive": True, "k": 2048, "n": 16, "rows": (3,)},
     {"activations": "fp8", "format": "fp8_e4m3", "zero_row": True},
     *({"activations": a, "format": f, "quiet": True}
       for a, f in (("int8", "int8"), ("fp8", "fp8_e4m3"))),

@@ -90,7 +90,8 @@ def inputs(
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`alike` mixes the draft into the target: 1 is the same model, 0 an unrelated one. "mixed":
-    the target has 16 bits, the draft has more and is closer to it than they tell."""
+    the target has 16 bits, the draft has more and is closer to it than they tell; "mixed draft":
+    the draft has 16."""
     gen = torch.Generator("cpu").manual_seed(seed)
     draft = torch.randn((batch, drafted + 1, vocab), generator=gen) * 2
     target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
@@ -119,11 +120,12 @@ def inputs(
     arguments: dict[str, Any] = {
         "draft_tokens": tokens.to(device), "target_probs": target.to(device=device, dtype=dtype),
         "draft_probs": None if certain else draft[:, :drafted].to(device=device, dtype=dtype)}
-    if special == "mixed":
-        rounded = target.to(torch.bfloat16)
-        noise = torch.randn(target.shape, generator=gen)
-        arguments["target_probs"] = rounded.to(device)
-        arguments["draft_probs"] = (rounded.float() * (1 + noise / 150))[:, :drafted].to(device)
+    if special.startswith("mixed"):
+        narrow = target.to(torch.bfloat16)
+        wide = narrow.float() * (1 + torch.randn(target.shape, generator=gen) / 150)
+        target, draft = (narrow, wide) if special == "mixed" else (wide, narrow)
+        arguments |= {"target_probs": target.to(device),
+                      "draft_probs": draft[:, :drafted].to(device)}
     if random == "quarters":                   # and sixteenths for the token that is drawn
         quarters = torch.randint(1, 4, (batch, drafted + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
@@ -139,6 +141,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"certain": True, "drafted": 0}, {"special": "padded", "alike": 1.0},
     {"special": "padded", "alike": 0.9, "batch": 16},
     {"special": "mixed", "batch": 800, "alike": 1.0},
+    {"special": "mixed draft", "batch": 800, "alike": 1.0},
     {"special": "padded", "certain": True}, {"special": "masked"}, {"special": "broken"},
     {"special": "impossible", "random": "zeros"}, {"special": "impossible"},
     {"special": "absent", "random": "zeros"}, {"special": "absent", "batch": 16},

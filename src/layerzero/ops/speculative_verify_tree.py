@@ -118,7 +118,9 @@ def inputs(
     special: str = "", own: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`own`: each row after the first has a tree of its own, with as many nodes."""
+    """`own`: each row after the first has a tree of its own, with as many nodes. "mixed": the
+    target has 16 bits, the draft has more and is closer to it than they tell; "mixed draft": the
+    draft has 16."""
     gen = torch.Generator("cpu").manual_seed(seed)
     count = len(TREES[tree])
     parents = torch.tensor(TREES[tree], dtype=torch.int64).expand(batch, -1)
@@ -164,6 +166,11 @@ def inputs(
         "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
         "target_probs": target.to(device=device, dtype=dtype),
         "without_replacement": without_replacement}
+    if special.startswith("mixed"):
+        narrow = target.to(torch.bfloat16)
+        wide = narrow.float() * (1 + torch.randn(target.shape, generator=gen) / 150)
+        target, draft = (narrow, wide) if special == "mixed" else (wide, narrow)
+        arguments |= {"target_probs": target.to(device), "draft_probs": draft.to(device)}
     if random == "quarters":                   # and sixteenths for the token that is drawn
         quarters = torch.randint(1, 4, (batch, count + 1), generator=gen) / 4
         quarters[:, -1] = (torch.randint(8, (batch,), generator=gen) * 2 + 1) / 16
@@ -177,6 +184,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
     {"tree": "long", "alike": 1.0}, {"tree": "fan"}, {"tree": "fan", "without_replacement": True},
     {"tree": "fan", "without_replacement": True, "alike": 0.2, "batch": 64, "vocab": 9},
+    *({"special": special, "batch": 400, "alike": 1.0} for special in ("mixed", "mixed draft")),
     {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
     {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16},
     {"special": "padded"}, {"special": "strangers", "batch": 16, "alike": 0.95},

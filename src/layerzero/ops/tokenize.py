@@ -119,7 +119,11 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
           *(begin + "".join("o\n\n\n" * (n % 23 == 9) + " " * (2 + n * 7 % 17) + "hell" * (n % 2)
                             for n in range(2_000)) for begin in ("", "the end")),
           # positions beyond 2^16
-          "hello the world, and 12 日本 in the end.\n" * 1_750)
+          "hello the world, and 12 日本 in the end.\n" * 1_750,
+          # long words that differ at their ends alone
+          " ".join("hello" * n + end for n in (3, 7, 13, 26, 52, 110)
+                   for end in ("", "o", "the", "end", "hell", "é", "12")))
+LONG_WORDS = len(_TEXTS) - 1
 # of one length: behind one beginning, what tells two texts apart
 _ENDINGS = ("and more", "and the ", "<s>hello", "</s>more", "日本 é the")
 
@@ -211,7 +215,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"text": -n, "beginning": beginning, "cache_prefix": True} for beginning in ("short", "long")
       for n in (*range(1, len(_TYPED) + 1), *range(len(_TYPED) - 3, 0, -4))),
     *({"text": -n, "beginning": "short", "return_offsets": True} for n in (1, 3, 2, 9, 8, 16)),
-    *({"text": text, "return_offsets": True} for text in (21, 22, (22, 21))),
+    *({"text": text, "return_offsets": True} for text in (21, 22, (22, 21), LONG_WORDS)),
     # tokenizers that treat spaces, words and added tokens otherwise
     *({"text": text, "variant": variant, "return_offsets": True} for variant in VARIANTS
       for text in (_ALL, _PARTS)),

@@ -133,6 +133,14 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)},
     {"lengths_q": (3,), "lengths_k": (0,)},
     {"lengths_q": (64, 192), "causal": True, "align": "top_left"},
+    # windows that are longer than the keys, and more queries yet
+    {"window": (-1, 9), "lengths_q": (24, 3), "lengths_k": (8, 9), "align": "bottom_right",
+     "d": 16},
+    {"window": (9, -1), "lengths_q": (3, 24), "lengths_k": (9, 8), "align": "top_left", "d": 16},
+    # single queries over several splits of the keys, beside each argument
+    *({"lengths_q": (1, 1), "lengths_k": (700, 1_061), "hq": 2, "hkv": 1, "d": 8,
+       "align": "bottom_right", **argument} for argument in (
+        {"alibi": True}, {"softcap": 5.0}, {"window": (600, 0)}, {"scale": 0.5, "lse": True})),
     # single queries at the beginning of their keys
     {"lengths_q": (1, 1, 1), "lengths_k": (30, 7, 66), "causal": True, "align": "top_left"},
     {"lengths_q": (1, 0, 1, 1), "lengths_k": (20, 7, 33, 9), "hkv": 2},

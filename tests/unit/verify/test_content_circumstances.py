@@ -4,6 +4,7 @@ while their squares are beyond it."""
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,12 +73,13 @@ def squares_in_half() -> Any:
     return run
 
 
-def mask_by_function() -> Any:
+def mask_by_function(code: bool = False) -> Any:
     kept: dict[Any, Tensor] = {}
 
     def run(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: Any = None,
             *, softcap: float = 0.0, return_lse: bool = False) -> Tensor:
-        known = block_mask.mask_mod, tuple(block_mask.shape)
+        known = (block_mask.mask_mod.__code__ if code else block_mask.mask_mod,
+                 block_mask.BLOCK_SIZE, tuple(block_mask.shape))
         mask = kept.setdefault(known, dense_mask(block_mask))
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
@@ -116,11 +118,17 @@ def test_a_mask_kept_by_its_function_is_found_in_the_next_batch() -> None:
     assert check_case(wrong, {}, "float32").passed
     found = [r for check in content_checks(wrong, "cpu", 0)
              if BLOCK_MASK in (r := check()).circumstance]
-    assert len(found) == 2                     # another mask of the function, and the same one
-    assert all(r.status == "failed" for r in found)
+    # another mask of the function, the same one, and one of another function
+    assert [r.status for r in found] == ["failed", "failed", "passed"]
     assert {kind_of([r.circumstance]) for r in found} == {"stale cache"}
-    assert all(check_case(right, {}, "float32", circumstance=MaskOfNextBatch(same)).passed
-               for same in (False, True))
+    assert all(check_case(right, {}, "float32", circumstance=MaskOfNextBatch(*how)).passed
+               for how in ((False,), (True,), (False, True)))
+
+
+def test_a_mask_kept_by_the_code_of_its_function_is_found_over_another_tensor() -> None:
+    wrong = lz.Kernel("planted.mask_by_code", MASKED, partial(mask_by_function, code=True))
+    result = check_case(wrong, {}, "float32", circumstance=MaskOfNextBatch(only_code=True))
+    assert result.status == "failed" and kind_of([result.circumstance]) == "stale cache"
 
 
 def test_a_mask_of_few_keys_tells_nothing() -> None:

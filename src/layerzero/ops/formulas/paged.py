@@ -168,11 +168,10 @@ def merge_parts(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts])
-    total = torch.logsumexp(lses, 0)
     out = torch.zeros_like(parts[0][0], dtype=lses.dtype)
-    for (part, _), weight in zip(parts, torch.exp(lses - total)):
+    for (part, _), weight in zip(parts, torch.softmax(lses, 0)):
         out.addcmul_(part.to(lses.dtype), weight[..., None])
-    return out, total
+    return out, torch.logsumexp(lses, 0)
 
 
 def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None = None,

@@ -38,6 +38,7 @@ from .index_sizes import LOOPS, features, is_looped
 OCTAVES, QUARTERS = range(8, 16), (4, 5, 6, 7)
 BULK, BULK_PAIRS = (1_500_000, 5_300_000, 9_700_000), 3      # numbers of a tensor
 BULK_FLOPS, SQUARE_FLOPS = 2e8, 2e8
+ITEMS = (1_101, 301, 2_203)                    # sequences
 LOOPED = 1 << 11                               # where the formula goes step by step
 GRADIENT_SIZES = (8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 127, 128, 129, 160, 192, 224, 255,
                   256, 257, 320, 384, 511, 512, 513, 640, 768, 1000, 1024, 1280, 1536, 2048, 2560,
@@ -125,19 +126,33 @@ def _least(size: Any, most: int) -> Any:
 @lru_cache(maxsize=64)
 def bulk_calls(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns calls with millions of numbers in one tensor, as activations of a model have: two
-    of its sizes are large together, neither of them a power of two. What a kernel shares among
-    threads, or does part by part, it does for as many alone."""
+    of its sizes are large together, neither of them a power of two; and one with the arguments of
+    each case. What a kernel shares among threads, or does part by part, it does for as many
+    alone."""
     rng = random.Random(f"bulk {op.name} {seed}")
     names = [n for n in _factors(op) if not (op.family in LOOPS or is_looped(op, n))]
     pairs = list(combinations(names, 2))
     rng.shuffle(pairs)
     pairs.sort(key=lambda pair: not _main_grows(op, pair))     # what is called for first
     calls: list[tuple[Case, ...]] = []
-    for pair, elements in product(pairs[:BULK_PAIRS], BULK):
+    asked: list[tuple[tuple[str, str], int, Case]] = [
+        (pair, elements, {}) for pair, elements in product(pairs[:BULK_PAIRS], BULK)]
+    asked += [(pair, BULK[0], option) for option in arguments_of_cases(op)
+              for pair in pairs[:1] if option and not option.keys() & set(pair)]
+    for pair, elements, option in asked:
         found = [case for step in (1, 8, 64)
-                 if (case := _bulk(op, rng, pair, elements, step)) is not None]
+                 if (case := _bulk(op, rng, pair, elements, step, option)) is not None]
         calls += [tuple(found)] if found else []
     return tuple(calls)
+
+
+@lru_cache(maxsize=64)
+def item_calls(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns calls with hundreds and thousands of sequences of few tokens."""
+    rng = random.Random(f"items {op.name} {seed}")
+    calls = (consistent(op, {**_few(op, rng), name: tuple(1 + i % 3 for i in range(count))})
+             for name, count in product(lists_of_lengths(op)[:1], ITEMS))
+    return tuple((case,) for case in calls if _checked(op, case, BULK_FLOPS) is not None)
 
 
 def _factors(op: Op) -> list[str]:
@@ -168,15 +183,15 @@ def _elements(op: Op, case: Case) -> int:
     return max(t.numel() for t in (*values.values(), *results) if isinstance(t, Tensor))
 
 
-def _bulk(op: Op, rng: random.Random, pair: tuple[str, str], elements: int,
-          step: int) -> Case | None:
+def _bulk(op: Op, rng: random.Random, pair: tuple[str, str], elements: int, step: int,
+          option: Case) -> Case | None:
     few = {n: _least(d, 2) for n, d in numbers_of(op).items()}
-    few |= {n: 8 for n in features(op) if n not in pair}
+    few |= {**{n: 8 for n in features(op) if n not in pair}, **option}
     first = int(math.sqrt(elements) * 2 ** rng.uniform(-2, 2)) // step * step | (step == 1)
     sizes = {pair[0]: max(first, step), pair[1]: 64}
     try:
         case = consistent(op, {**few, **{n: _of(op, n, size) for n, size in sizes.items()}})
-        unit = _elements(op, case) / 64
+        unit = max(_elements(op, case) / 64, first / 4)
         second = max(int(elements / unit) // step * step | (step == 1), step)
         case = consistent(op, {**case, pair[1]: _of(op, pair[1], second)})
         facts = allowed_facts(op, case, op.dtypes[0])

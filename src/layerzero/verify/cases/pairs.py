@@ -435,7 +435,8 @@ def _square(ones: Case, name: str, n: int) -> dict[str, Any]:
 
 
 def long_sums(op: Op, lane: str, seed: int) -> list[Case]:
-    """Returns two calls with many rows, whose gradients are long sums."""
+    """Returns two calls with many rows, whose gradients are long sums; and one with each tensor
+    that a call may leave out."""
     part = 12 if lane == "quick" and op.family in HALVED else 4
     plain = (group[1] for group in model_sizes(op, seed) if len(group[-1]) == 1)
 
@@ -447,7 +448,13 @@ def long_sums(op: Op, lane: str, seed: int) -> list[Case]:
     # rows that are left over by tiles, where the contract allows any number
     either = (next((c for less in (3, 0) if is_accepted(op, c := shorter(case, less), None, seed)),
                    None) for case in plain)
-    return list(islice((case for case in either if case is not None), 2))
+    found = list(islice((case for case in either if case is not None), 2))
+    beside = (next((c for option in arguments_of_cases(op)[1:]
+                    if isinstance(case_outline(op, option, op.dtypes[0])[name], Tensor)
+                    and is_accepted(op, c := {**found[0], **option}, None, seed)), None)
+              for name in op.differentiable if found and not op.by_name[name].required)
+    unique = {repr(case): case for case in beside if case is not None}
+    return found + [case for case in unique.values() if case not in found]
 
 
 def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,

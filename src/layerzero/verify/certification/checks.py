@@ -33,7 +33,7 @@ from ..cases.generated import (
     with_few_items,
     with_small_sizes,
 )
-from ..cases.octaves import bulk_calls, octave_calls, square_calls
+from ..cases.octaves import bulk_calls, item_calls, octave_calls, square_calls
 from ..cases.pairs import case_by_case_sizes, long_sums, model_sizes, pair_cases, residues
 from ..kernel.absence import absence
 from ..kernel.contract import (
@@ -77,13 +77,14 @@ from .circumstances.call_circumstances import (
     Autocast,
     Expanded,
     WithArgument,
+    broadcast_checks,
     circumstances,
     tensor_circumstances,
 )
 from .circumstances.content_circumstances import check_contents, content_checks, tensor_checks
 from .circumstances.half_range import half_range_checks
 from .circumstances.mode_checks import mode_checks
-from .circumstances.row_circumstances import OtherLayout
+from .circumstances.row_circumstances import OtherLayout, alike_checks
 from .circumstances.use_circumstances import (
     after_inference_checks,
     generator_checks,
@@ -174,6 +175,9 @@ def _checks_by_seed(kernel: Kernel, device: str, lane: str,
         for case, dtype in first[:1]:
             other = largest(op, [c for c, d in cells if d == dtype], dtype, device, seed)
             yield partial(check_threads, kernel, case, dtype, device, seed, other)
+            much = largest(op, [c for c, d in cells if d == dtype], dtype, device, seed, False)
+            if much is not other:              # in some of which a kernel goes another way
+                yield partial(check_threads, kernel, much, dtype, device, seed)
             if not _is_formula(kernel, lane):
                 yield interrupted_by_calls(kernel, first, device, lane, seed, other)
             if lane != "quick":
@@ -277,6 +281,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_case, kernel, case, dtype, device, seed, c) for c in apply)
     yield from checks_without_others(kernel, cells, device, seed)
     yield from rows_in_order_checks(kernel, cells, device, seed)
+    yield from alike_checks(kernel, cells, device, seed)
+    yield from broadcast_checks(kernel, cells, device, seed)
     yield from content_checks(kernel, device, seed)
     yield from half_range_checks(kernel, device, seed)
     yield from tensor_checks(kernel, cells, device, seed)
@@ -374,6 +380,7 @@ def size_checks(kernel: Kernel, dtype: str, narrow: str, device: str, lane: str,
     sizes = [*residues(op, lane, seed), ("each case", case_by_case_sizes(op, lane, seed)),
              ("tiles beside arguments", sized_combinations(kernel, device, lane, seed)),
              (A_MODEL, model_sizes(op, seed, lane)),
+             *([("many sequences", items)] if (items := item_calls(op, seed)) else ()),
              *([("every octave", octave_calls(op, seed)), ("millions", bulk_calls(op, seed)),
                 ("all lengths", square_calls(op, seed))] if not quick else ())]
     apart: list[tuple[str, Sequence[Sequence[Case]], str]] = []

@@ -16,7 +16,7 @@ _OF_TORCH = (
     ("inference mode", "mode"), ("recording gradients", "mode"), ("recording nothing", "mode"),
     ("in grad mode", "mode"), ("backward", "mode"))
 # Contents changed besides, whatever state torch is in.
-_CHANGED = ("changed in place", "parts of one")
+_CHANGED = ("changed in place", "parts of one", "than in a call before")
 _BY_CIRCUMSTANCE = (
     *((word, "stale cache") for word in _CHANGED), *_OF_TORCH,
     ("another dtype", "dtype"), ("given ", "unknown"), ("every code", "unknown"),

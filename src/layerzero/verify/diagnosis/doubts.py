@@ -76,6 +76,10 @@ def _about_sizes(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> s
 def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str) -> str:
     if r.kinds and set(r.kinds) <= {"not finite"} and not _has_large_sizes(kernel, r, device):
         return "its results are not finite, as those of an overflow"
+    shown = {n: torch.ones_like(v) for n, v in values.items()
+             if isinstance(v, Tensor) and v.dtype == torch.bool}
+    if shown and set(r.kinds) <= {"not finite"} and is_right(kernel, {**values, **shown}, r.dtype):
+        return f"its results are finite where {' and '.join(shown)} hides nothing"
     if r.dtype not in WIDE and _is_one_rounding(kernel, r, values) and _is_right_when_wide(
             kernel, r, device):
         return "it is right in float32, and off by no more than a number rounded to 16 bits"
@@ -87,11 +91,14 @@ def _by_other_numbers(kernel: Kernel, r: CaseResult, values: Values, device: str
     others = calls_of_other_contents(kernel, r, device)
     if any(is_right(kernel, other, r.dtype) for other in others):
         return "a call of the same sizes is right with other numbers"
-    small = _scaled(kernel.op, values, 1 / 8)
-    _, atol = kernel.op.tolerance.of(r.dtype)
+    return _by_smaller_numbers(kernel, r, values, 8)
+
+
+def _by_smaller_numbers(kernel: Kernel, r: CaseResult, values: Values, times: int) -> str:
+    small, (_, atol) = _scaled(kernel.op, values, 1 / times), kernel.op.tolerance.of(r.dtype)
     # an error that shrinks with the numbers must still be seen
     if small and r.dtype in WIDE and r.error > 4000 * atol and is_right(kernel, small, r.dtype):
-        return "the same call is right with numbers 8 times smaller"
+        return f"the same call is right with numbers {times} times smaller"
     return ""
 
 
@@ -250,9 +257,21 @@ def _about_mask(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> st
     few large scores, which an argument leaves to a row."""
     for r in sample_failures([r for r in failed if not r.circumstance and r.dtype in WIDE], 2):
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
-        small, (_, atol) = _scaled(kernel.op, values, 1 / 64), kernel.op.tolerance.of(r.dtype)
-        if small and r.error > 4000 * atol and is_right(kernel, small, r.dtype):
-            return "the same call is right with numbers 64 times smaller"
+        doubt = _by_smaller_numbers(kernel, r, values, 64)
+        if doubt:
+            return doubt
+    return ""
+
+
+def _about_convention(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> str:
+    """What an argument means has nothing to do with how large the numbers are, of which some are
+    chosen: the error of what is computed shrinks with them."""
+    for r in sample_failures([r for r in failed if not r.circumstance and r.dtype in WIDE
+                              and "differs from the formula" in r.detail], 3):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        doubt = next(filter(None, (_by_smaller_numbers(kernel, r, values, n) for n in (8, 64))), "")
+        if doubt:
+            return doubt
     return ""
 
 
@@ -343,6 +362,8 @@ def _about_distribution(kernel: Kernel, failed: Sequence[CaseResult], device: st
     plain = [r for r in failed if not r.circumstance]
     if kernel.op.family != "sampling":
         return ""
+    if all(_is_right_when_finite(kernel, r, device) for r in sample_failures(failed, 3)):
+        return "it is right where no number is infinite"
     kind, says = explain_by_boundaries(kernel, failed, device) or ("", "")
     if kind == "ties" or not plain:
         return says if kind == "ties" else ""
@@ -358,6 +379,14 @@ def _about_distribution(kernel: Kernel, failed: Sequence[CaseResult], device: st
         if doubt:
             return doubt
     return ""
+
+
+def _is_right_when_finite(kernel: Kernel, r: CaseResult, device: str) -> bool:
+    """Is it right with zeros in the place of what is not finite, of which there is some?"""
+    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+    finite = {n: v.nan_to_num(0.0, 0.0, 0.0) for n, v in values.items() if isinstance(v, Tensor)
+              and v.is_floating_point() and not bool(v.isfinite().all())}
+    return bool(finite) and is_right(kernel, {**values, **finite}, r.dtype)
 
 
 def _by_padding(kernel: Kernel, r: CaseResult, device: str) -> str:
@@ -412,6 +441,7 @@ def _by_form_of_draws(reruns: Reruns, r: CaseResult, device: str) -> str:
 
 _DOUBTS: Mapping[str, Callable[[Kernel, Sequence[CaseResult], str], str]] = {
     "sizes": _about_sizes, "precision": _about_precision, "mask": _about_mask,
+    "convention": _about_convention,
     "overflow": _about_overflow, "scale": _about_scale, "threads": _about_threads,
     "gradient": _about_gradient,
     "distribution": _about_distribution, "invariance": _about_invariance, "ties": _about_ties}

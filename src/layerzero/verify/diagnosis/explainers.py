@@ -122,6 +122,8 @@ def _by_complaint(e: Evidence) -> Explanation | None:
             if kind == "result" and keeps_all_results(e.kernel, e.failed, e.device):
                 return "leak", f"the results of all calls are kept: {e.failed[0].detail}"
             return kind, e.failed[0].detail
+    if all({"leak", "mode"} & {*r.kinds} for r in e.failed):   # what is kept of a mode is kept
+        return "leak", next(r.detail for r in e.failed if "leak" in r.kinds)
     owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
     # one after another, as memory is used again
     if all(owners) and not (set(owners) <= set(_OF_SHARING) and e.is_wrong_in_one_call):
@@ -161,10 +163,9 @@ def _by_earlier_contents(e: Evidence) -> Explanation | None:
 def _by_state_of_torch(e: Evidence) -> Explanation | None:
     """By what torch's modes and settings are about, where it fails in them alone."""
     names = {r.circumstance for r in e.forward}
-    if not all(names) or not are_of_torch(names) or kind_of(names) == "unknown":
+    if not (all(names) and are_of_torch(names) and kind_of(names) != "unknown" and e.ask(recur)):
         return None
-    return ((kind_of(names), f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}")
-            if e.ask(recur) else None)
+    return kind_of(names), f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
 
 
 def _by_heads(e: Evidence) -> Explanation | None:
@@ -274,18 +275,17 @@ def _by_nondeterminism(e: Evidence) -> Explanation | None:
 
 
 def _by_repetition(e: Evidence) -> Explanation | None:
-    return (("state", f"right when it is called again, and wrong before: {e.detail}")
-            if e.kernel.deterministic and not e.ask(fails_again) else None)
+    says = f"right when it is called again, and wrong before: {e.detail}"
+    return ("state", says) if e.kernel.deterministic and not e.ask(fails_again) else None
 
 
 def _by_type(e: Evidence) -> Explanation | None:
-    return (("shape", f"one in place of several, or several in place of one: {e.detail}")
-            if e.ask(has_another_type) else None)
+    says = f"one in place of several, or several in place of one: {e.detail}"
+    return ("shape", says) if e.ask(has_another_type) else None
 
 
 def _without_tensors(e: Evidence) -> Explanation | None:
-    return (None if e.op.tensors
-            else ("unknown", f"no altered reference explains it: {e.detail}"))
+    return None if e.op.tensors else ("unknown", f"no altered reference explains it: {e.detail}")
 
 
 # What mends a call.

@@ -123,7 +123,9 @@ class CaseResult:
 
     def __str__(self) -> str:
         under = f", {self.circumstance}" if self.circumstance else ""
-        head = f"{self.kernel} {self.dtype} {dict(self.case)}{under}: {self.status}"
+        case = {n: (*v[:8], f"... {len(v)} in all") if isinstance(v, tuple) and len(v) > 16 else v
+                for n, v in self.case.items()}
+        head = f"{self.kernel} {self.dtype} {case}{under}: {self.status}"
         if self.status == "skipped":
             return f"{head}: " + "; ".join(map(str, self.reasons))
         detail = f"; {self.detail}" if self.detail else ""

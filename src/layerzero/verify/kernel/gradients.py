@@ -41,7 +41,7 @@ from .contract import (
 from .error_budget import UNITS, rounding_budget, roundings_of, terms_of
 from .guarded import find_changes, guarded, poisoned_memory, snapshot, with_layout
 from .judging import ROUNDINGS, judge_result
-from .output_grads import SCALES, draw_output_grads
+from .output_grads import SCALES, draw_output_grads, with_earlier_grads
 from .process_state import COMPILING, ONCE, process_state, put_back
 from .results import (
     Complaint,
@@ -180,7 +180,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     arguments = altered.alter(op, case_values(op, case, dtype, device, seed))
     if arguments is None:
         return result("skipped", detail="does not apply")
-    values = guarded(requiring_grad(op, arguments, only, also))
+    values = with_earlier_grads(guarded(requiring_grad(op, arguments, only, also)))
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)

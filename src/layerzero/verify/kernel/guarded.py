@@ -75,7 +75,7 @@ def _description(t: Tensor) -> tuple[Any, ...]:
     """Returns what is _DESCRIBED of a tensor."""
     attributes = t.__dict__
     return (t.shape, t.stride(), t.requires_grad, t.data_ptr(), len(t._backward_hooks or ()),
-            None if not t.is_leaf or t.grad is None else id(t.grad),
+            None if not t.is_leaf or t.grad is None else (id(t.grad), _version(t.grad)),
             sorted(n for n in attributes if not n.startswith("_")) if attributes else [])
 
 

@@ -9,8 +9,9 @@ that exceed 32 bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -20,10 +21,16 @@ from torch import Tensor
 from ....dispatch.facts import dtype_name, read
 from ....spec.kernel import Kernel
 from ....spec.op import Op
+from ...cases.chosen_cells import Cell
 from ...cases.generated import ArgumentCase, if_allowed, with_argument
 from ...kernel.contract import (
+    CaseResult,
     Circumstance,
     call,
+    case_refusals,
+    case_tensors,
+    case_values_to_read,
+    check_case,
 )
 from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
@@ -339,6 +346,25 @@ class FarApart(Circumstance):
 
     def as_formula_takes(self, values: dict[str, Any]) -> dict[str, Any]:
         return {**values, self.tensor: values[self.tensor].contiguous()}
+
+
+def broadcast_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
+                     seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields each tensor that may be broadcast expanded by the caller, once for each of the
+    dimensions in which it is one: a mask of heads, of samples, of both."""
+    op, seen = kernel.op, set[Any]()
+    for case, dtype in cells:
+        if dtype != op.dtypes[0] or case not in op.cases or "stride" in case:
+            continue
+        for name, t in case_tensors(op, case, dtype, device, seed).items():
+            key = name, tuple(n == 1 for n in t.shape)
+            if key in seen or 1 not in t.shape or case_refusals(kernel, case, dtype, device, seed):
+                continue
+            circumstance = Broadcast(name)
+            if circumstance.alter(op, case_values_to_read(op, case, dtype, device,
+                                                          seed)) is not None:
+                seen.add(key)
+                yield partial(check_case, kernel, case, dtype, device, seed, circumstance)
 
 
 def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:

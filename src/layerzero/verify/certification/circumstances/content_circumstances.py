@@ -5,6 +5,7 @@ a function that reads a tensor, numbers of float16 whose squares float16 does no
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,8 +44,9 @@ A_ROUNDING, FEW = 2.0 ** -10, 2.0 ** -7      # of float16, and what they may mak
 BLOCK_MASK, SHORTEST = "block_mask", 8
 FEWEST_ROWS = 64                               # of a weight that is worth a sample
 LARGE = 400.0                                  # times the default sizes
-BY_COLUMNS = "transposed", "transposed part"
+BY_COLUMNS, VECTOR = ("transposed", "transposed part"), 8
 TRIES = 3                                      # of cases that may have a circumstance
+OFTEN, OFTEN_S = 17, 0.02                      # calls before a write, and CPU time for them
 FORGET_PACKED = "is right after such a write if lz.quant.forget_packed is called"
 
 
@@ -66,8 +68,11 @@ class WrittenUnseen(Circumstance):
                 not isinstance(others[n], Tensor) or others[n].shape != t.shape
                 or (0 in t.stride() and t.numel() > 1) for n, t in tensors.items()):
             return None
-        for _ in range(2):
+        began = time.thread_time()
+        for done in range(OFTEN):              # some keep what they are given often
             call(kernel, values)
+            if done and time.thread_time() - began > OFTEN_S:
+                break
         for name, t in tensors.items():
             # indices go with the contents, and are the caller's to write where it is seen
             (t.data if t.is_floating_point() or t.dtype.itemsize == 1 else t).copy_(others[name])
@@ -101,13 +106,16 @@ class RowWrittenUnseen(WrittenUnseen):
 class MaskOfNextBatch(Circumstance):
     """A BlockMask of the function of an earlier one, which reads a tensor of documents that changed
     in place since: neither the function nor the sizes tell what is visible. Or the earlier one
-    itself, where the change is within its blocks."""
+    itself, where the change is within its blocks; or one of the same blocks and the same code, over
+    another tensor."""
 
     any_dtype = True
 
-    def __init__(self, same: bool = False) -> None:
-        self.same = same
-        self.name = (f"{BLOCK_MASK}{', the same one,' if same else ''} of a function whose tensor "
+    def __init__(self, same: bool = False, only_code: bool = False) -> None:
+        self.same, self.only_code = same, only_code
+        self.name = (f"{BLOCK_MASK} of the same code over another tensor than in a call before"
+                     if only_code else
+                     f"{BLOCK_MASK}{', the same one,' if same else ''} of a function whose tensor "
                      "changed in place after a call")
 
     def alter(self, op: Op, values: Values) -> Values | None:
@@ -123,22 +131,27 @@ class MaskOfNextBatch(Circumstance):
         length = max(seq_q, seq_k)
         places = torch.arange(length, device=device)
         # one block sees all of a sequence, and says so whatever the documents are
-        blocks = (max(seq_q, seq_k),) * 2 if self.same else mask.BLOCK_SIZE
-        documents = places * 3 // length
+        blocks = (length,) * 2 if self.same or self.only_code else mask.BLOCK_SIZE
         batch, heads = (n if n > 1 else None for n in mask.shape[:2])
 
-        def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return documents[q] == documents[k]
+        def function_of(documents: Tensor) -> Callable[..., Tensor]:
+            def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return documents[q] == documents[k]
 
-        def batch_values() -> Values:
+            return is_visible
+
+        def batch_values(function: Callable[..., Tensor]) -> Values:
             return {**values, BLOCK_MASK: create_block_mask(
-                is_visible, batch, heads, seq_q, seq_k, device=str(device),
-                BLOCK_SIZE=blocks)}
+                function, batch, heads, seq_q, seq_k, device=str(device), BLOCK_SIZE=blocks)}
 
-        first = batch_values()
+        # others than in a check before, of which something may be kept
+        documents, others = (places * n // length for n in ((2, 7) if self.only_code else (3, 5)))
+        first = batch_values(function := function_of(documents))
         call(kernel, first)
-        documents.copy_(places * 5 // length)
-        return first if self.same else batch_values()
+        if self.only_code:
+            return batch_values(function_of(others))
+        documents.copy_(others)
+        return first if self.same else batch_values(function)
 
 
 class LoudHalf(Circumstance):
@@ -183,7 +196,8 @@ def content_circumstances(op: Op) -> Iterator[tuple[Circumstance, str]]:
         yield from ((SecondDtypes(), dtype) for dtype in ("float16", "float32")
                     if dtype in op.dtypes)
     if any(p.name == BLOCK_MASK for p in op.params):
-        yield from ((MaskOfNextBatch(same), op.dtypes[0]) for same in (False, True))
+        yield from ((MaskOfNextBatch(*how), op.dtypes[0])
+                    for how in ((False,), (True,), (False, True)))
 
 
 def check_contents(kernel: Kernel, case: Case, dtype: str, device: str, seed: int,
@@ -220,7 +234,8 @@ def tensor_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
                   seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields for each tensor the plainest case that gives it, and then changes it in part: what is
     made of several tensors may be looked up by one of them, and only where no other is given; and
-    the plainest in which it is a matrix that is another one if it is read by columns."""
+    the plainest in which it is a matrix that is another one if it is read by columns; and
+    misaligned where its rows are such as vectors of eight are loaded from."""
     op = kernel.op
     plain = sorted((c for c in cells if c[1] == op.dtypes[0] and c[0] in op.cases
                     and not is_costly(op, c[0])),
@@ -234,6 +249,11 @@ def tensor_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
                     and _is_another_by_columns(case_values_to_read(op, *c, device, seed)[name]))
         yield from (partial(check_case, kernel, *cell, device, seed, OtherLayout(name, layout))
                     for cell in islice(matrices, 1) for layout in BY_COLUMNS)
+        vectors = (c for c in with_it if "stride" not in c[0] and (
+            t := case_tensors(op, *c, device, seed)[name]).dim() and t.numel()
+            and t.shape[-1] % VECTOR == 0)
+        yield from (partial(check_case, kernel, *cell, device, seed, OtherLayout(name, "offset"))
+                    for cell in islice(vectors, 1))
 
 
 def _is_another_by_columns(t: Any) -> bool:

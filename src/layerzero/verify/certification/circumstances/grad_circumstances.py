@@ -14,7 +14,7 @@ from torch import Tensor
 from ....machine.faults import FAULTS, classify, reason_of
 from ....spec.kernel import Kernel
 from ....spec.op import Op
-from ...cases.generated import Case
+from ...cases.generated import Case, if_allowed
 from ...cases.pairs import long_sums
 from ...kernel.circumstance import Circumstance
 from ...kernel.contract import (
@@ -74,9 +74,9 @@ class GivenParameters(Circumstance):
 
 def long_sum_checks(kernel: Kernel, device: str, lane: str,
                     seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields the calls whose gradients are long sums, at the narrowest dtype that it takes. Torch
-    adds up those of a layer norm and of an embedding in that dtype itself, on a CPU: what is made
-    of torch is not held to more."""
+    """Yields the calls whose gradients are long sums, at the narrowest dtype that it takes, and
+    with weights of float32 beside it. Torch adds up those of a layer norm and of an embedding in
+    that dtype itself, on a CPU: what is made of torch is not held to more."""
     op = kernel.op
     if (is_of_others(kernel) or op.name in SUMMED_BY_TORCH or not kernel.differentiable
             or not op.differentiable):
@@ -84,8 +84,11 @@ def long_sum_checks(kernel: Kernel, device: str, lane: str,
     dtypes = [d for d in ("bfloat16", "float16") if d in op.dtypes]
     for case in (*long_sums(op, lane, seed), *op.stress):
         dtype = next((d for d in dtypes if not case_refusals(kernel, case, d, device, seed)), "")
-        if dtype and _long_sums_in(op, case_outline(op, case, dtype, device, seed)):
+        names = _long_sums_in(op, case_outline(op, case, dtype, device, seed)) if dtype else []
+        if names:
             yield partial(check_long_sums, kernel, case, dtype, device, seed)
+        if any(n != op.main_tensor and n not in op.same_dtype for n in names):
+            yield partial(check_long_sums, kernel, case, dtype, device, seed, wide_weights=True)
 
 
 def _long_sums_in(op: Op, values: Mapping[str, Any]) -> list[str]:
@@ -104,16 +107,23 @@ def _gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor
 
 
 def check_long_sums(kernel: Kernel, case: Case, dtype: str, device: str = "cpu",
-                    seed: int = 0) -> CaseResult:
+                    seed: int = 0, wide_weights: bool = False) -> CaseResult:
     """Compares gradients that are long sums with those of the formula in float64."""
     op = kernel.op
 
     def result(status: str, detail: str = "", reasons: Any = ()) -> CaseResult:
         return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
-                          circumstance="backward of long sums", seed=seed,
+                          circumstance="backward of long sums" + (
+                              ", weights of float32" if wide_weights else ""), seed=seed,
                           kinds=("gradient",) if status == "failed" else ())
 
-    values = requiring_grad(op, case_values(op, case, dtype, device, seed))
+    values = case_values(op, case, dtype, device, seed)
+    if wide_weights:
+        values |= {n: values[n].float() for n in _long_sums_in(op, values)
+                   if n != op.main_tensor and n not in op.same_dtype}
+        if if_allowed(op, values) is None:
+            return result("skipped")
+    values = requiring_grad(op, values)
     reasons, names = refusals(kernel, values), _long_sums_in(op, values)
     if reasons or not names:
         return result("skipped", reasons=reasons)

@@ -48,8 +48,10 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
             return ("uninitialised output",
                     "over memory full of NaN its result has NaN: not every element is written")
         if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
-            return ("out of bounds",
-                    "with NaN on both sides of every input its result has NaN: it reads beside one")
+            says = "with NaN on both sides of every input its result has NaN: it reads beside one"
+            if r.circumstance and _is_right_when_dense(kernel, values, r.dtype):
+                return "layout", f"{says} that is not contiguous"
+            return "out of bounds", says
         beside = _kind_of_margins(kernel, values, r.dtype)
         if beside:
             return beside
@@ -61,6 +63,11 @@ def explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
     return None
+
+
+def _is_right_when_dense(kernel: Kernel, values: Values, dtype: str) -> bool:
+    dense = {n: v.contiguous() if isinstance(v, Tensor) else v for n, v in values.items()}
+    return is_right(kernel, guarded(dense), dtype)
 
 
 def _kind_of_margins(kernel: Kernel, values: Values, dtype: str) -> tuple[str, str] | None:

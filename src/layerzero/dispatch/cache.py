@@ -42,11 +42,12 @@ class Count:
 class Entry:
     """One remembered choice: the plan, its first step bound, and what a hit runs."""
 
-    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "reads_memory",
-                 "recordings", "run", "swept_hits", "tick")
+    __slots__ = ("__weakref__", "binding", "count", "has_addresses", "native_hits", "plan",
+                 "reads_memory", "recordings", "run", "swept_hits", "tick")
 
     def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any],
-                 recordings: Any = None, reads_memory: bool = True) -> None:
+                 recordings: Any = None, reads_memory: bool = True,
+                 has_addresses: bool = True) -> None:
         # set by the native path: a plain slot, so that setting it runs no Python
         self.native_hits = 0
         self.count = Count()
@@ -54,6 +55,7 @@ class Entry:
         self.plan = plan
         self.binding = binding
         self.run = run
+        self.has_addresses = has_addresses     # False on xla: its tensors have none
         self.reads_memory = reads_memory       # directly, so that a negated view has no sign there
         self.recordings = recordings           # launches that the native path replays, or None
         # hits at the last sweep; the call that made the entry is not a use of it

@@ -196,10 +196,11 @@ class Dispatcher:
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
                              tuple(map(
             str, step.transforms)), step.score.source, step.score.transform_us, explained.rejected))
+        reads_memory = isinstance(run, Exploring) or any(
+            leaf.fact == "tensor_kind" for rule in kernel.requires for leaf in rule.leaves())
         entry = Entry(plan, binding if unguarded is binding.run else Binding(unguarded, None), run,
-                      recordings, reads_memory=isinstance(run, Exploring) or any(
-                          leaf.fact == "tensor_kind" for rule in kernel.requires
-                          for leaf in rule.leaves()))
+                      recordings, reads_memory,
+                      has_addresses=reads_memory or facts.get("device") in ("cpu", "cuda"))
         protection.unguard_later(run, entry, "run")
         return self.ledger.add(entry)
 

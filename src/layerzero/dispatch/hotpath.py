@@ -34,7 +34,6 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
     read_override = "_override = OVERRIDE()"
-    # a hit asks only for kernels over raw memory: torch's own functions read any tensor right
     readable = f"if not HAS_MEMORY(({names},)): break"
     call = [
         f"def call({_declaration(op)}):",
@@ -68,13 +67,20 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
 
 
 def _memory_lines(op: Op) -> list[str]:
-    """Returns the lines that leave a call with freed memory or a negated view to the slow path."""
-    readable = [f"{p.name}.data_ptr() and not {p.name}.is_neg()" if not p.optional
-                else f"({p.name} is None or {p.name}.data_ptr() and not {p.name}.is_neg())"
-                for p in op.params if p.kind == "tensor"]
-    return ["        if _entry.reads_memory:", "            try:",
-            f"                if not ({' and '.join(readable)}): break",
-            "            except NOT_PLAIN: break"] if readable else []
+    """Returns the lines that leave a call with freed memory to the slow path, which refuses it:
+    torch's own functions read address 0 as well. A negated view is theirs to read."""
+    tensors = [p for p in op.params if p.kind == "tensor"]
+    if not tensors:
+        return []
+
+    addresses = [f"{p.name}.data_ptr()" if not p.optional
+                 else f"({p.name} is None or {p.name}.data_ptr())" for p in tensors]
+    negated = [f"{p.name}.is_neg()" if not p.optional
+               else f"{p.name} is not None and {p.name}.is_neg()" for p in tensors]
+    return ["        if _entry.has_addresses:", "            try:",
+            f"                if not ({' and '.join(addresses)}): break",
+            f"                if _entry.reads_memory and ({' or '.join(negated)}): break",
+            "            except NOT_PLAIN: break"]
 
 
 def generate_stub(op: Op) -> str:

@@ -15,12 +15,19 @@ from ..spec import rules as r
 from ..spec.kernel import Kernel
 
 CHUNK_BYTES = 1 << 26      # of float32 logits per chunk: enough work for a GPU
+LEAST_CHUNK_BYTES = 1 << 22    # of logits beside a small weight, which is read for each chunk
 CPU_CHUNK_BYTES = 1 << 21  # a chunk that fits the cache is read again at no cost
 
 
 def _chunks(rows: int, vocab: int, dtype: torch.dtype, budget: int) -> Iterator[slice]:
     step = max(1, budget // (vocab * dtype.itemsize))
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
+
+
+def _logit_chunks(rows: int, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Yields chunks whose logits take about as much as the weight that is read for each."""
+    budget = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, weight.nbytes))
+    return _chunks(rows, weight.shape[0], dtype, budget)
 
 
 def _acc_dtype(t: Tensor) -> torch.dtype:
@@ -158,7 +165,7 @@ class _LinearLoss(torch.autograd.Function):
         grad_bias = (torch.zeros_like(bias, dtype=acc_dtype) if bias is not None and needs_bias
                      else None)
         row_weights = rows.valid.to(acc_dtype)
-        for part in _chunks(hidden.shape[0], weight.shape[0], acc_dtype, CHUNK_BYTES):
+        for part in _logit_chunks(hidden.shape[0], weight, acc_dtype):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             log_p = torch.log_softmax(logits, 1, dtype=acc_dtype)
             total += rows.losses(part, log_p, label_smoothing).sum()
@@ -191,7 +198,7 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
             total = _LinearLoss.apply(flat, weight, bias, rows, label_smoothing)
             return total if reduction == "sum" else total / rows.valid.sum()
         losses = flat.new_empty(flat.shape[0], dtype=_acc_dtype(hidden))
-        for part in _chunks(flat.shape[0], weight.shape[0], losses.dtype, CHUNK_BYTES):
+        for part in _logit_chunks(flat.shape[0], weight, losses.dtype):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype),
                                        label_smoothing)

@@ -47,7 +47,7 @@ from ._packing import PACKED
 # weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache; of
 # float32 more, for a matmul that arranges its input anew for each slice
 SLICE, SLICE_FLOAT32 = 1 << 20, 1 << 24
-AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
+AT_ONCE = 1 << 20          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 # Dtypes to which torch casts fp8 codes as fast as a table does, and on all threads.
 FAST_CASTS = ((torch.float32, torch.bfloat16)
@@ -254,7 +254,7 @@ def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
 
 def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int]]:
     """Returns the slices of the weight's rows; one slice unless on the CPU."""
-    if x.device.type != "cpu" or type(x) not in PLAIN_TENSORS:
+    if x.device.type != "cpu" or type(x) not in PLAIN_TENSORS:     # pragma: no cover
         return [(0, rows)]
     step = max(1, (SLICE_FLOAT32 if x.dtype == torch.float32 else SLICE) // max(width, 1))
     step = -(-step // share) * share

@@ -106,7 +106,8 @@ def inputs(
              "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
              "dead_minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk),
              "dead_lowest": (b, 1, sq, sk),
-             "left_padding": (b, 1, 1, sk), "heads": (1, hq, sq, sk), "heads3d": (hq, sq, sk),
+             "left_padding": (b, 1, 1, sk), "each_side": (b, 1, 1, sk),
+             "heads": (1, hq, sq, sk), "heads3d": (hq, sq, sk),
              "image": (b, 1, sq, sk), "head_padding": (b, hq, 1, sk), "keys": (sk,)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full", "heads", "heads3d"):
@@ -127,6 +128,11 @@ def inputs(
     elif mask == "left_padding":               # of each sample more
         hidden_keys = torch.arange(1, b + 1)[:, None, None, None] * sk // (b + 1)
         attn_mask = (torch.arange(sk) >= hidden_keys).to(device)
+    elif mask == "each_side":                  # in turns: nothing, right, left, gaps
+        places, parts = torch.arange(sk), torch.arange(b)[:, None, None, None] * sk // (b + 1)
+        seen = places < sk - parts
+        seen[2::4], seen[3::4] = places >= parts[2::4], places % 3 != 1
+        attn_mask = seen.to(device)
     elif mask == "image":                      # its tokens see each other amid a causal text
         places = torch.arange(sk) * 3 // max(sk, 1) == 1
         seen = torch.ones((b, 1, sq, sk), dtype=torch.bool).tril()
@@ -162,6 +168,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
     {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
     {"mask": "image", "sq": 40, "sk": 40, "d": 8}, {"mask": "head_padding", "sq": 5, "d": 8},
+    {"mask": "each_side", "b": 4, "sq": 5, "d": 8},
     {"mask": "left_padding", "sq": 7, "sk": 65}, {"mask": "keys", "sq": 9, "sk": 9, "d": 8},
     # a bias of relative positions; as many heads as samples
     {"mask": "heads", "hkv": 2, "sq": 7, "sk": 33, "d": 8},

@@ -110,6 +110,8 @@ def _block_mask(kind: str, blocks: str, batch: int | None, heads: int | None, se
         "tables": lambda b, h, q, k: (k + q) % 5 != 0,
         "partial": lambda b, h, q, k: (k <= q + shift) | (k + b + h + 3 >= seq_k),
         "unsorted": lambda b, h, q, k: (k < 37 + shift + b + h) | (k <= q),
+        # whole blocks alone, of each head others
+        "whole": lambda b, h, q, k: k // 16 <= q // 16 + (b + h) % 2,
         "chosen": lambda b, h, q, k: (k + q + b + h) % 5 != shift}
     block_q, block_k = blocks.split("x")
     size = int(block_q), int(block_k)
@@ -172,6 +174,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"mask": "dead_rows"}, {"mask": "dead_block", "hkv": 2}, {"mask": "one_row", "sq": 50},
     {"mask": "partial", "sq": 40, "sk": 50, "d": 8}, {"mask": "unsorted", "sq": 70, "sk": 90},
     {"mask": "chosen", "sq": 60, "sk": 110}, {"mask": "chosen", "per": "heads", "sk": 100},
+    {"mask": "whole", "per": "heads", "hkv": 2},
     {"mask": "tables", "sq": 60, "sk": 90}, {"mask": "tables", "blocks": "16x32", "per": "heads"},
     {"per": "batch"}, {"per": "batch heads", "mask": "document", "hkv": 2},
     {"per": "heads", "mask": "window", "hkv": 1}, {"lse": True, "mask": "document"},

@@ -79,6 +79,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"s": 1, "b": 3, "width": 3, "state": 6, "final": True, "bias": False, "activation": None},
     {"s": 1, "c": 130, "state": 3}, {"s": 0, "state": 3, "final": True},
     {"s": 0, "final": True},
+    # as long as the state
+    {"s": 3, "final": True}, {"s": 3, "state": 3, "final": True},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"c": 4, "s": 5}, {"c": 4, "s": 3, "state": 4, "final": True, "bias": False})

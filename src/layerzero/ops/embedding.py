@@ -87,7 +87,9 @@ MISTAKES: tuple[Mistake, ...] = (replace_argument("scale", "the scale left out",
 
 STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16, rows beyond 2^17
     {"vocab": 200_003, "width": 3, "shape": (9,), "ids_dtype": "int32"},
-    {"vocab": 9, "width": 2, "shape": (131_077,)})
+    {"vocab": 9, "width": 2, "shape": (131_077,)},
+    # an id and a place together in more than 32 bits
+    {"vocab": 151_936, "width": 1, "shape": (20_011,)})
 
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs,

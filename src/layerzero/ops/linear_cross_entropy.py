@@ -57,9 +57,10 @@ def inputs(rows: tuple[int, ...] = (7,), width: int = 24, vocab: int = 33, bias:
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"reduction": "sum"}, {"reduction": "none"}, {"bias": True}, {"rows": (2, 5)}, {"rows": ()},
-    {"rows": (2, 5), "reduction": "none"}, {"rows": (1,)}, {"rows": (0,), "reduction": "none"},
-    {"rows": (0,), "reduction": "sum"}, {"vocab": 1}, {"width": 1}, {"vocab": 2003, "rows": (3,)},
+    {}, {"reduction": "sum"}, {"reduction": "none"}, {"rows": (0,), "reduction": "sum"},
+    {"bias": True}, {"rows": (2, 5)}, {"rows": ()}, {"rows": (2, 5), "reduction": "none"},
+    {"rows": (1,)}, {"rows": (0,), "reduction": "none"}, {"vocab": 1}, {"width": 1},
+    {"vocab": 2003, "rows": (3,)},
     {"ignored": "some"}, {"ignored": "run"}, {"ignored": "some", "reduction": "none", "bias": True},
     {"ignored": "some", "smoothing": 0.1}, {"ignored": "all", "reduction": "sum"},
     {"ignored": "some", "ignore_index": 4}, {"smoothing": 0.1, "bias": True},

@@ -131,12 +131,19 @@ def inputs(
         x = torch.randint(-7, 8, x.shape, generator=gen).to(dtype)
         x[..., 0] = 7.0
         x[..., 1] = -7.0                       # as far from zero: the first one counts
+    elif special == "loud end":
+        x[..., -1:] = 9.0
     elif special == "idle":                    # the first part of a row is zeros
         x[..., :256] = 0.0
     elif special == "halves":
         x = halfway(gen, x.shape, format).to(dtype)
     elif special == "denormal":
         x = x * torch.finfo(dtype).tiny / 16
+    elif special == "edges":                   # each row ends just below or at a power of two
+        exponents = torch.arange(x[..., :1].numel()).view(x[..., :1].shape) % 9 - 4
+        largest = 2.0 ** exponents * (1 - torch.finfo(dtype).eps / 2 * (exponents % 2))
+        x = (x.clamp(-3, 3) / 4 * largest).to(dtype)
+        x[..., ::16] = largest.to(dtype)
     elif special == "huge":
         x = x / x.abs().amax() * torch.finfo(dtype).max
     values: dict[str, Any] = {"x": x.to(device), "format": format, "granularity": granularity,
@@ -192,6 +199,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "special": s} for f in FORMATS for s in ("zeros", "broken")),
     *({"format": f, "special": "halves", "given": g} for f in ("int8", "int4")
       for g in (False, True)),
+    *({"format": f, "rows": (20,), "special": "edges"} for f in FORMATS),
     *({"format": f, "special": "halves", "given": f != "nf4"} for f in FORMATS
       if not f.startswith("int")),
     *({"format": f, "special": "dead", "given": True} for f in ("int8", "fp8_e4m3")),
@@ -239,11 +247,18 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
                                         None, name))
 
 
+# more than 2^20 numbers in blocks
+STRESS: tuple[dict[str, Any], ...] = (
+    {"format": "q8_0", "rows": (4_100,), "width": 256},
+    # the largest of a large tensor at its end
+    *({"format": f, "rows": (1,), "width": 66_563, "special": "loud end", "granularity": "tensor"}
+      for f in ("int8", "fp8_e4m3")))
+
 _MICROSCALED = ("mxfp4", "nvfp4")
 
 OP = Op(
     name="quantize", family="quantization", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES,
+    cases=CASES, stress=STRESS,
     # Codes and scales must equal the reference's.
     tolerance=Tolerance({"float32": (0.0, 0.0)}),
     shapes={"x": "*rows width"}, exact=("block_size", "block_rows"),

@@ -224,6 +224,10 @@ STRESS: tuple[dict[str, Any], ...] = (
       for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "k": 16_448, "n": 5, "rows": (1,)} for f in ("int8", "int4")),
     *({"format": f, "k": 32, "n": 16_411, "rows": (2,)} for f in ("int8", "int4")),
+    # more than 2^20 codes
+    *({"format": f, "k": 64, "n": 16_411, "group": g, "rows": (r,)} for f, g in (
+        ("int8", 0), ("int4", 32)) for r in (1, 2, 3)),
+    *({"format": "q8_0", "k": 256, "n": 4_105, "rows": (r,)} for r in (1, 2, 3)),
     {"k": 16_448, "n": 6, "rows": (1,), "activations": "int8"})
 
 MISTAKES: tuple[Mistake, ...] = (

@@ -148,11 +148,23 @@ def _text(index: int, prefix: str) -> str:
     return _TEXTS[index] if index >= 0 else prefix + "".join(_TYPED[:-index])
 
 
+def _long_texts(seed: int, count: int) -> list[str]:
+    """Returns texts in which any place may lie within spaces, lines, digits or a word."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def piece() -> str:
+        kind, n = (int(torch.randint(most, (), generator=gen)) for most in (6, 40))
+        return (" " * n, " " * n, "\n" * (n % 5) + " ", "hello"[:1 + n % 5], "12" * (n % 9),
+                "日本 é"[:1 + n % 4])[kind]
+
+    return ["".join(piece() for _ in range(750)) for _ in range(count)]
+
+
 def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
     variant: str = "", ending: str = "", beginning: str = "long", drawn: bool = False,
-    many: bool = False, seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu",
-    **options: Any,
+    many: bool = False, long: int = 0, seed: int = 0, dtype: torch.dtype = torch.int64,
+    device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices (-n: the first n pieces of what is typed), or `random`
     random ones, or one of `drawn` pieces, or one with this beginning and ending (or with the
@@ -164,6 +176,8 @@ def inputs(
              else [_text(i, prefix) for i in text])
     if many and isinstance(texts, list) and sum(map(len, texts)) < SHORT:
         texts = texts * MANY
+    if long:
+        texts = _long_texts(seed, long)
     if random or drawn:
         gen = torch.Generator().manual_seed(seed)
         texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
@@ -230,6 +244,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "parse_special": False, "return_offsets": True},
     {"text": (9, 10, 13, 14, 0), "many": True, "return_offsets": True},
     {"drawn": True, "cache_prefix": True},
+    {"long": 3, "variant": "spaces"}, {"long": 1, "return_offsets": True},
     {"text": 20, "return_offsets": True}, {"text": 25, "return_offsets": True},
     {"text": (23, 24), "variant": "spaces", "return_offsets": True},
     {"text": (20, 9), "template": True, "cache_prefix": True})

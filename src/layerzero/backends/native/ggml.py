@@ -67,15 +67,19 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
              out: Tensor | None = None, tiles: bool | None = None) -> Tensor:
     """Returns x times a packed weight, plus bias. `tiles`: whether tile instructions (AMX) are
     used where there are some; None: where x has rows enough, unless they are switched off."""
+    out = x.new_empty((*x.shape[:-1], outputs)) if out is None else out
+    return _multiply(x, packed, bias, out, format, _tile_use() if tiles is None else 2 * tiles)
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, format: str,
+              tiles: int) -> Tensor:
     *batch, inputs = x.shape
-    out = x.new_empty((*batch, outputs)) if out is None else out
     if len(batch) != 1:
         x = x.contiguous()
     build.module().ggml_linear(
         FORMATS[format], DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(),
         None if bias is None else bias.data_ptr(), out.data_ptr(), math.prod(batch), inputs,
-        outputs, x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads(),
-        _tile_use() if tiles is None else 2 * tiles)
+        out.shape[-1], x.stride(0) if len(batch) == 1 else inputs, torch.get_num_threads(), tiles)
     return out
 
 
@@ -160,6 +164,7 @@ def linear() -> Callable[..., Any]:
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
             bias: Tensor | None = None, *, format: str, group_size: int = 0,
             activations: str = "q8") -> Tensor:
-        return multiply(x, packed_weight(weight_q, format), bias, len(weight_q), format)
+        out = x.new_empty((*x.shape[:-1], len(weight_q)))
+        return _multiply(x, packed_weight(weight_q, format), bias, out, format, _tile_use())
 
     return run

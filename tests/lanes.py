@@ -74,6 +74,8 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_soak.py::test_an_interrupted_soak_leaves_its_report[SIGTERM]"),
     "pipelines": ("test_diffusers.py::test_the_denoiser_compiles_as_one_graph[sd15]",),
     "unit": (
+        # `make test` compiles it before the tests, tests/native for every instruction set
+        "dispatch/test_native_build.py::test_a_real_build",
         "dispatch/test_bounded.py::test_rules_beyond_the_bound_are_obeyed[native]",
         "dispatch/test_bounded.py::test_policies_with_ever_new_rules[python]",
         "operate/test_recording.py::test_a_program_is_recorded_from_its_first_call[0]",

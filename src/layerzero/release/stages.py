@@ -113,6 +113,9 @@ def _correctness(options: GateOptions) -> Iterator[Checked]:
                     else str(verdict.failures[0]))
             findings.append(Finding("contract", verdict.kernel, says,
                                     f"lz verify kernels --kernel {verdict.kernel}"))
+        elif verdict.status == "unproven" and verdict.diagnosis is not None:
+            findings.append(Finding("contract", verdict.kernel, verdict.diagnosis.says,
+                                    f"lz verify kernels --kernel {verdict.kernel} --full"))
     publish()
     yield Checked("contract",
                   f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "

@@ -17,7 +17,7 @@ from ..spec.errors import DataError
 
 # What a verdict of a kernel depends on.
 _ROOMS = ("ops", "backends", "dispatch", "verify/cases", "verify/kernel",
-          "verify/certification")
+          "verify/certification", "verify/code")
 _SUFFIXES = (".py", ".cpp", ".h", ".cu")
 _SAME = ("machine", "arch", "device", "torch", "python", "lane", "sources")
 _TEXTS, _NUMBERS = (*_SAME, "kernel", "op", "at", "says"), ("seed", "cases", "worst", "cpu_seconds")

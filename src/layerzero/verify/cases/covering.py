@@ -122,7 +122,7 @@ def sized_combinations(kernel: Kernel, device: str, lane: str,
     """Returns calls with sizes beside arguments, each with others that take its place where its
     sizes do not go together."""
     op, small, rows = kernel.op, small_sizes(kernel.op), _sized_rows(kernel.op, lane, seed)
-    limit = ROWS[lane] * 2 // (4 if op.family in COSTLY else 2)
+    limit = ROWS[lane] * 2 // (3 if op.family in COSTLY else 2)
     chosen = _cover([row for i, _, _ in accepted_pool(kernel, device, lane, seed)
                      for row in rows[i]], limit)
     def others(case: Case) -> Iterator[Case]:

@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -39,10 +39,20 @@ from ...world import snapshot as worlds
 from ...world.registry import certificates
 from ...world.registry.certificates import Certificate, contract_of
 from ..cases.generated import case_key, is_costly
+from ..code.own_code import own_code
+from ..code.rare import check_counts, check_limits, check_rare_code
+from ..code.search import search_unrun_code
+from ..code.tracing import Tracer
 from ..diagnosis.diagnose import Diagnosis, diagnose, hides_another
 from ..kernel import shared
 from ..kernel.absence import absence, refused_by_hardware
-from ..kernel.contract import CaseResult, case_tensors, case_values, check_case
+from ..kernel.contract import (
+    CaseResult,
+    case_tensors,
+    case_values,
+    check_case,
+    load_once,
+)
 from ..kernel.gradients import check_gradients
 from ..kernel.process_state import ONCE, process_state, put_back
 from ..kernel.state_changes import changed_by_formula
@@ -65,6 +75,7 @@ REPEATED_CASE_S, SLOW_CASE_S = 0.04, 0.25
 # asked: which ones, the seed says.
 OTHERS_S, THINNED = 1.5, 3
 WATCHED = (check_case, check_contents, check_gradients)    # they look at the process themselves
+UNRUN_SHOWN = 6                                # parts of a kernel's code that are named
 OUTRIGHT_FAILURES = 100                        # that may hide others from a diagnosis
 
 
@@ -80,6 +91,7 @@ class Verdict:
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
     coverage: Coverage = NOTHING
+    unrun: tuple[str, ...] = ()                # parts of its own code that no call has reached
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
@@ -91,7 +103,11 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        return "failed" if self.failures else "passed" if self.ran else "skipped"
+        """failed, skipped (nothing of it could be asked), passed, or unproven: nothing failed, but
+        no call reached some of its own code."""
+        if self.failures or not self.ran:
+            return "failed" if self.failures else "skipped"
+        return "unproven" if self.unrun else "passed"
 
     @property
     def worst(self) -> float:
@@ -107,6 +123,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         return {
             "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status,
+            "unrun": list(self.unrun),
             "cases": self.ran, "skipped": len(self.results) - self.ran, "worst": self.worst,
             "seconds": round(self.seconds, 2), "coverage": encode(self.coverage),
             "refusal": self.refusal if self.status == "skipped" else "",
@@ -119,13 +136,29 @@ class Verdict:
                           "kinds": list(r.kinds), "detail": r.detail} for r in self.failures[:20]]}
 
 
-def _is_enough(op: Op, results: Sequence[CaseResult], failed: int, ran_since: int) -> bool:
-    """Do these failures do for a diagnosis? Calls that fail outright, or in another dtype than the
-    op's, tell nothing of the others."""
-    if failed < 6 and ran_since < 16:
-        return False
-    others = sum(r.status == "failed" and not hides_another(op, r) for r in results)
-    return others >= 6 or failed >= 6 + OUTRIGHT_FAILURES or (others > 0 and ran_since >= 16)
+class _Results(list[CaseResult]):
+    """The results of a kernel, in their order."""
+
+    def __init__(self, op: Op, on_result: Callable[[CaseResult], None] | None) -> None:
+        super().__init__()
+        self.op, self.on_result, self.failed, self.ran_since = op, on_result, 0, 0
+
+    def add(self, result: CaseResult) -> None:
+        self.append(result)
+        self.failed += result.status == "failed"
+        self.ran_since += self.failed > 0 and result.status != "skipped"
+        if self.on_result is not None:
+            self.on_result(result)
+
+    @property
+    def are_enough(self) -> bool:
+        """Do the failures do for a diagnosis? Calls that fail outright, or in another dtype than
+        the op's, tell nothing of the others."""
+        if self.failed < 6 and self.ran_since < 16:
+            return False
+        others = sum(r.status == "failed" and not hides_another(self.op, r) for r in self)
+        return (others >= 6 or self.failed >= 6 + OUTRIGHT_FAILURES
+                or (others > 0 and self.ran_since >= 16))
 
 
 def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
@@ -136,27 +169,26 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
 
     `stop_early`: after a failure only a few more cases run, enough for the diagnosis.
     """
-    started, results, failed, ran_since = time.perf_counter(), [], 0, 0  # type: float, list[CaseResult], int, int
+    started, results = time.perf_counter(), _Results(kernel.op, on_result)
     cut_short, slow = "", SlowCases(kernel.op, *(seeds or ())[:1])
     with warnings.catch_warnings(), _allow_recompiles(kernel, device):
         warnings.simplefilter("ignore")
         # so that a kernel which ignores all changes what is shown
         warnings.filterwarnings("ignore", message="first of the filters")
         checks = checks_of(kernel, device, lane, LANES[lane] if seeds is None else seeds)
+        tracer = _tracer(kernel, device)
         while (check := _next_check(kernel, checks)) is not None:
             case = _plain_case(check) if lane == "quick" and not kernel.jit else None
             if case is not None and slow.leave_out(case):
                 continue
             check_start = time.perf_counter()
-            result = _guarded_check(kernel, check)
+            tracer.next_check()
+            with tracer.watching():
+                result = _guarded_check(kernel, check)
             if case is not None and result.passed:
                 slow.count(case, result.seconds)
-            results.append(result)
-            failed += result.status == "failed"
-            ran_since += failed > 0 and result.status != "skipped"
-            if on_result is not None:
-                on_result(result)
-            if stop_early and _is_enough(kernel.op, results, failed, ran_since):
+            results.add(result)
+            if stop_early and results.are_enough:
                 break
             elapsed = time.perf_counter() - started
             compiled = time.perf_counter() - check_start > COMPILES_S
@@ -167,7 +199,13 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
                 cut_short = (f"{left} of {left + len(results)} cases: compiling took "
                              f"{elapsed:.0f} s") if left else ""
                 break
-    diagnosis = _diagnosis(kernel, results, device)
+        if not results.failed and any(r.passed for r in results):
+            for result in _asked_by_code(kernel, tracer, device, lane, (seeds or LANES[lane])[0]):
+                results.add(result)
+                if results.are_enough:
+                    break
+    unrun = tuple(tracer.texts())
+    diagnosis = _diagnosis(kernel, results, unrun, device)
     coverage = measure_coverage(kernel, device, lane, LANES[lane] if seeds is None else seeds,
                                 results)
     if slow.left_out:
@@ -177,9 +215,28 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     if cut_short:
         coverage = replace(coverage, missing=(cut_short, *coverage.missing))
     verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis,
-                      coverage=coverage)
+                      coverage=coverage, unrun=unrun)
     certificate = _certificate(kernel, device, verdict) if verdict.status == "passed" else None
     return replace(verdict, certificate=certificate, seconds=time.perf_counter() - started)
+
+
+def _tracer(kernel: Kernel, device: str) -> Tracer:
+    """Returns what tells which of the kernel's own code runs; nothing of one that compiles."""
+    if kernel.jit or kernel.backend == "reference" or absence(kernel, device) is not None:
+        return Tracer({})
+    try:
+        others = [k.load for k in worlds.current().catalog.kernels if k.id != kernel.id]
+        return Tracer(own_code(kernel.load, load_once(kernel), others), shared.latest_case)
+    except FAULTS:                             # its first check says so
+        return Tracer({})
+
+
+def _asked_by_code(kernel: Kernel, tracer: Tracer, device: str, lane: str,
+                   seed: int) -> Iterator[CaseResult]:
+    """Yields the results of the calls that the kernel's own code asks for."""
+    for look in (check_counts, search_unrun_code, check_limits, check_rare_code):
+        with suppress(*FAULTS):                # what cannot be drawn is no fault of the kernel
+            yield from look(kernel, tracer, device, lane, seed)
 
 
 def _next_check(kernel: Kernel,
@@ -269,9 +326,15 @@ def _watched_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResul
                    detail=f"{changed[0]} changed during the calls") if changed else result
 
 
-def _diagnosis(kernel: Kernel, results: Sequence[CaseResult], device: str) -> Diagnosis | None:
+def _diagnosis(kernel: Kernel, results: Sequence[CaseResult], unrun: Sequence[str],
+               device: str) -> Diagnosis | None:
     try:
-        return diagnose(kernel, results, device)
+        diagnosis = diagnose(kernel, results, device)
+        if diagnosis is None and unrun and any(r.status != "skipped" for r in results):
+            return Diagnosis("unknown", "nothing failed, but no call that its rules accept has "
+                             f"reached {len(unrun)} part{'s' * (len(unrun) > 1)} of its own code, "
+                             f"of which nothing is proven: {'; '.join(unrun[:UNRUN_SHOWN])}")
+        return diagnosis
     except FAULTS as e:
         first = next(r for r in results if r.status == "failed")
         return Diagnosis("unknown", f"{first.detail} (its diagnosis ended in {type(e).__name__}: "

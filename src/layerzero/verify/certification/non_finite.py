@@ -135,11 +135,18 @@ def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
         except FAULTS as e:
             return result("failed", "fault", str(reason_of(e, classify(e))))
         complaint = _compare(op, want, got, bool(kernel.package))
-        if complaint:
+        if complaint and not _says_nothing(op, where, want):
             alone = not _is_right_when_loaded_anew(kernel, values, want)
             return result("skipped" if of_others and alone else "failed", complaint[0],
                           f"{where}: {complaint[1]}", after="" if alone else AFTER_OTHERS)
     return result("passed")
+
+
+def _says_nothing(op: Op, where: str, want: Sequence[Tensor]) -> bool:
+    """Has the formula no trace of an infinity? A score of -inf is that of a hidden key to it, and
+    to others that of a key."""
+    return op.family == "attention" and "inf" in where.split(" in ")[0] and all(
+        bool(w.isfinite().all()) for w in want if _is_wide(w))
 
 
 def _is_right_when_loaded_anew(kernel: Kernel, values: dict[str, Any],

@@ -57,6 +57,11 @@ def is_of_layout(name: str) -> bool:
     return any(word in name for word in _OF_LAYOUT) and not name.startswith("given ")
 
 
+def listed_names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return "under " + " / ".join(names[:4]) + rest
+
+
 def recur(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Do sampled cases fail again in their circumstance, and pass without it, before and after?
     Else what is called before matters, or chance."""

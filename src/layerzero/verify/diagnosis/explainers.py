@@ -20,6 +20,7 @@ from .altered_references import (
     scale_mistake,
 )
 from .circumstance_names import OTHER_CONTENTS, are_of_torch, is_of_layout, kind_of, recur
+from .circumstance_names import listed_names as listed
 from .doubts import doubt_about
 from .evidence import Evidence, Explanation
 from .reruns.boundary_reruns import explain_by_boundaries
@@ -113,9 +114,10 @@ def explain(evidence: Evidence) -> Explanation:
 def _by_complaint(e: Evidence) -> Explanation | None:
     if all("gradient" in r.kinds for r in e.failed):
         return None                            # wrong numbers before how they lie
+    has_wrong_gradients = any("gradient" in r.kinds for r in e.failed)
     for kind in _DIRECT:
         if all(kind in r.kinds for r in e.failed):
-            if kind in _OF_SHARING and e.is_wrong_in_one_call:
+            if kind in _OF_SHARING and (has_wrong_gradients or e.is_wrong_in_one_call):
                 continue
             if kind == "fault" and _fails_by_layout(e.kernel, e.failed, e.device):
                 return "layout", f"fails for tensors that are not contiguous: {e.failed[0].detail}"
@@ -126,7 +128,8 @@ def _by_complaint(e: Evidence) -> Explanation | None:
         return "leak", next(r.detail for r in e.failed if "leak" in r.kinds)
     owners = [next((k for k in r.kinds if k in _OF_MEMORY), "") for r in e.failed]
     # one after another, as memory is used again
-    if all(owners) and not (set(owners) <= set(_OF_SHARING) and e.is_wrong_in_one_call):
+    if all(owners) and not (set(owners) <= set(_OF_SHARING) and (
+            has_wrong_gradients or e.is_wrong_in_one_call)):
         return max(dict.fromkeys(owners), key=owners.count), e.failed[0].detail
     return None
 
@@ -165,7 +168,7 @@ def _by_state_of_torch(e: Evidence) -> Explanation | None:
     names = {r.circumstance for r in e.forward}
     if not (all(names) and are_of_torch(names) and kind_of(names) != "unknown" and e.ask(recur)):
         return None
-    return kind_of(names), f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
+    return kind_of(names), f"right as it is, wrong {listed(sorted(names))}: {e.detail}"
 
 
 def _by_heads(e: Evidence) -> Explanation | None:
@@ -195,14 +198,15 @@ def _by_large_sizes(e: Evidence) -> Explanation | None:
 def _by_layout(e: Evidence) -> Explanation | None:
     strided = [r for r in e.forward if _is_of_layout(e.kernel, r, e.device)]
     others = [r for r in e.forward if r not in strided and "2^31" not in r.circumstance]
-    if (strided and not others and not any("out of bounds" in r.kinds for r in e.forward)
+    if (strided and not others and not e.is_slight
+            and not any("out of bounds" in r.kinds for r in e.forward)
             and is_right_when_contiguous(e.kernel, strided, e.device)):
         return "layout", f"wrong for tensors that are not contiguous only: {e.detail}"
     return None
 
 
-def _by_earlier_calls(e: Evidence) -> Explanation | None:
-    return _state(e) if e.ask(is_right_when_loaded_anew) else None     # whatever it looks like now
+def _by_earlier_calls(e: Evidence) -> Explanation | None:     # whatever it looks like now
+    return _state(e) if e.ask(is_right_when_loaded_anew) else None
 
 
 def _about_mode(kind: str, e: Evidence) -> str:
@@ -231,10 +235,10 @@ def _by_circumstance(e: Evidence) -> Explanation | None:
     names = {r.circumstance for r in e.forward}
     if not all(names):                         # it fails without any too
         return None
-    if (all("non-determinism" in r.kinds for r in e.forward)
+    if (kind_of(names) != "aliasing" and all("non-determinism" in r.kinds for r in e.forward)
             and not any(word in name for name in names for word in OTHER_CONTENTS)):
         return "state", f"two runs with the same contents differ: {e.detail}"
-    says = f"right as it is, wrong {_listed_names(sorted(names))}: {e.detail}"
+    says = f"right as it is, wrong {listed(sorted(names))}: {e.detail}"
     if all("given a larger " in name for name in names):       # a bound is no length
         return "convention" if e.ask(recur) else "unknown", says
     if all("given " in name for name in names) and not are_of_torch(names):
@@ -493,8 +497,3 @@ def _fails_by_layout(kernel: Kernel, failed: Sequence[CaseResult], device: str) 
     contiguous memory?"""
     return (all(_is_of_layout(kernel, r, device) or "2^31" in r.circumstance for r in failed)
             and is_right_when_contiguous(kernel, failed, device))
-
-
-def _listed_names(names: Sequence[str]) -> str:
-    return "under " + (" / ".join(names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4
-                                                 else "")

@@ -87,6 +87,7 @@ from .shared import (
     fingerprint,
     fingerprint_once,
     kept_values,
+    note_case,
     values_once,
 )
 from .shared import upcast as upcast
@@ -135,6 +136,7 @@ class CaseResult:
 def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                 seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case, every parameter of the op by name."""
+    note_case(case, dtype)
     return values_once(op, case_contents(case, dtype, device, seed),
                        partial(generate_values, op, case, dtype, device, seed))
 

@@ -66,8 +66,9 @@ def find_aliasing(runs: Sequence[tuple[Any, ...]],
 
 def outlives_its_caller(run: Callable[[], Sequence[Any]]) -> bool:
     """Is a result that nobody refers to any more kept, as by its own node of the graph? Python
-    collects such a circle some time, and knows nothing of how much memory that is."""
-    kept = [weakref.ref(r) for r in run() if isinstance(r, Tensor)]
+    collects such a circle some time, and knows nothing of how much memory that is. One without
+    elements may be an input."""
+    kept = [weakref.ref(r) for r in run() if isinstance(r, Tensor) and r.numel()]
     return any(result() is not None for result in kept)
 
 

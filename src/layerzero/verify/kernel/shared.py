@@ -84,6 +84,19 @@ def compute_once(op: Op, key: Hashable | None, compute: Callable[[], Any],
 
 # Inputs.
 
+_latest: list[tuple[Mapping[str, Any], str]] = [({}, "")]
+
+
+def note_case(case: Mapping[str, Any], dtype: str) -> None:
+    """Notes the case whose values are asked for."""
+    _latest[0] = case, dtype
+
+
+def latest_case() -> tuple[Mapping[str, Any], str]:
+    """Returns the case whose values were asked for last, as those of the call that is made now."""
+    return _latest[0]
+
+
 def values_once(op: Op, key: Hashable, generate: Callable[[], dict[str, Any]],
                 to_read: bool = False) -> dict[str, Any]:
     """Returns the values that `generate` gives, a copy of those of an earlier time where they can

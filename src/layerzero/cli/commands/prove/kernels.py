@@ -24,7 +24,10 @@ from ... import show
 from ...calls import device_kind
 from ...root import INTERRUPTED
 
-_MARKS = {"passed": "ok", "failed": "!!", "skipped": "--"}
+_MARKS = {"passed": "ok", "failed": "!!", "unproven": "??", "skipped": "--"}
+UNPROVEN_ADVICE = ("--full searches longer; else let a rule refuse the calls that this code "
+                   "is for, take it out, or mark the line `# pragma: no cover`, if it is for other "
+                   "machines alone")
 SHOWN = 4                                      # failing cases of a kernel that are printed
 
 
@@ -32,7 +35,8 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
                    device: str | None = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
                    isolated: bool = False, untested: bool = True, workers: int = 0,
                    report: Path | None = None) -> int:
-    """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
+    """Certify kernels and print each verdict; returns 1 if a kernel fails or is left unproven, or
+    none could be tested.
 
     Without `untested`, kernels that were never run on their hardware are left out. `report` is
     written with the verdicts and the device. `workers`: processes that certify at once, 0 for one
@@ -70,8 +74,8 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
         show.as_json(result)
     else:
         _show_summary(verdicts, counts, len(kernels), device, interrupted)
-    return INTERRUPTED if interrupted else 1 if crashed or counts["failed"] or not counts[
-        "passed"] else 0
+    lacking = crashed or counts["failed"] or counts["unproven"] or not counts["passed"]
+    return INTERRUPTED if interrupted else 1 if lacking else 0
 
 
 def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
@@ -101,6 +105,10 @@ def _verdict_text(v: Verdict, number: int, total: int) -> str:
         lines += [f"not covered: {text}" for text in v.coverage.missing]
         return "\n".join([f"{text}, worst {v.worst:.2f} of what is allowed",
                           *(f"      {line}" for line in lines)])
+    if v.status == "unproven":
+        return "\n".join([f"{text}, UNPROVEN: no call reached {len(v.unrun)} parts of its code",
+                          *(f"      {part}" for part in v.unrun),
+                          f"      what to do: {UNPROVEN_ADVICE}"])
     return "\n".join([f"{text}, {len(v.failures)} FAILED",
                       *(f"      {line}" for line in diagnosis_lines(v))])
 

@@ -35,7 +35,12 @@ from ...kernel.contract import (
 from ...kernel.guarded import LAYOUTS, with_distant_rows
 from .argument_circumstances import argument_circumstances, shared_rows
 from .content_circumstances import WrittenUnseen, content_circumstances
-from .grad_circumstances import GivenParameters, GradMode, RecordingGradients
+from .grad_circumstances import (
+    GivenParameters,
+    GradMode,
+    RecordingComputed,
+    RecordingGradients,
+)
 from .row_circumstances import MemoryOrder, Narrowed, OtherLayout, OtherSigns, Shifted
 from .state_circumstances import state_circumstances
 from .text_circumstances import text_circumstances
@@ -135,6 +140,25 @@ class SharedTensor(Circumstance):
                  and first.shape == second.shape
                  and first.dtype == second.dtype and first.is_floating_point())
         return {**values, self.second: first} if alike else None
+
+
+class SharedMemory(SharedTensor):
+    """Two tensors over one memory in another order: the same address, and other numbers."""
+
+    any_dtype = True
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second)
+        self.name = f"{second} is {first} in another order"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        shared = super().alter(op, values)
+        first = values[self.first]
+        if shared is None or first.dim() < 2 or min(first.shape[-2:]) < 2:
+            return None
+        rows = first.contiguous()
+        other = rows.view(*rows.shape[:-2], *rows.shape[:-3:-1]).transpose(-1, -2)
+        return if_allowed(op, {**values, self.first: rows, self.second: other})
 
 
 class ChangedInPlace(Circumstance):
@@ -372,7 +396,7 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """
     yield from (ChangedInPlace(), ChangedParameters(), AfterAnotherCall(), ReusedMemory(),
                 ReusedPlainMemory(), Autocast(), InferenceMode(), RecordingGradients(), GradMode(),
-                GivenParameters(),
+                RecordingComputed(), GivenParameters(),
                 Repeated(), OtherThreadCount(3))
     if not op.tensors:
         yield from text_circumstances(op)
@@ -387,7 +411,8 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     if op.main_tensor == "logits":
         yield UnusualValues("numbers far below zero")
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
-    yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
+    yield from (shared(a, b) for i, a in enumerate(main) for b in main[i + 1:]
+                for shared in (SharedTensor, SharedMemory))
     yield from argument_circumstances(op)
     for name in op.tensors:
         yield from tensor_circumstances(op, name, lane)

@@ -52,6 +52,21 @@ class RecordingGradients(Circumstance):
         return torch.enable_grad()
 
 
+class RecordingComputed(RecordingGradients):
+    """The same of inputs that were computed, as activations are: what is made of them is made for
+    others too, and nobody asks for their own gradient."""
+
+    name, any_dtype = "recording gradients of computed inputs", True
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        leaves = super().alter(op, values)
+        if leaves is None:
+            return None
+        with torch.enable_grad():
+            return {n: v * 1.0 if isinstance(v, Tensor) and v.requires_grad and v.dtype.itemsize > 1
+                    else v for n, v in leaves.items()}
+
+
 class GradMode(Circumstance):
     """Grad mode as it is by default, with inputs that require no gradient."""
 

@@ -52,7 +52,7 @@ OF_LONG_CALLS = (AllStrided("sparse"), ChangedInPlace(), OtherThreadCount(3),
                  AfterAnotherCall(), AllStrided("offset"))
 CHANGED = ChangedInPlace(), ChangedInMode("in inference mode")
 LONG_CALL_S = 0.2                              # such a call is not made again
-CHANGES_S = 1.5                                # of the quick lane, for all that change
+CHANGES_S = 0.6                                # of the quick lane, for all that change
 LONG = 6                                       # calls of a few hundred that are made in any case
 
 

@@ -219,12 +219,21 @@ def _consecutive_but_two(t: Tensor) -> Tensor | None:
     return torch.where(t < 0, t, rows)
 
 
+def _first_in_order(t: Tensor) -> Tensor | None:
+    if t.dim() < 2 or t.is_floating_point() or t.shape[-1] < 3:
+        return None
+    changed = t.flip(-1).clone()
+    changed[:1] = torch.arange(t.shape[-1], device=t.device, dtype=t.dtype)
+    return torch.where(t < 0, t, changed) if bool((changed <= t.max()).all()) else None
+
+
 # Of a tensor of integers; the others keep the sums of rows.
 ALIKE: Mapping[str, tuple[Callable[[Tensor], Tensor | None], bool]] = {
     "rows that begin alike": (_begin_alike, True),
     "rows that end alike": (_end_alike, True),
     "all rows alike but the last": (_alike_but_last, False),
     "the last row as the first": (_ends_alike, False),
+    "the first row in order alone": (_first_in_order, True),
     "consecutive numbers but for two": (_consecutive_but_two, True)}
 
 

@@ -32,7 +32,7 @@ from .memory_reruns import explain_by_memory
 Call = dict[str, Any]
 APART = 1 << 17                                # elements before and behind a copy
 THREADS = 4                                    # whose calls are made in turn
-HELD_CALLS = 40                                # of which a cache does not keep all results
+HELD_CALLS = 80                                # of which a cache does not keep all results
 
 
 def explain_by_earlier_contents(kernel: Kernel, failed: Sequence[CaseResult],

@@ -192,8 +192,10 @@ def test_sizes_are_called_in_16_bits_too() -> None:
 
 def test_what_one_argument_leaves_behind() -> None:
     kernel = planted("keepsnarrowedtables")
-    found = check_leaks_of_cases(kernel, kernel.op.cases[:8], "float32")
-    assert found.kinds == ("leak",) and found.case == {"heads": 1, "table": "int64"}, str(found)
+    # what other threads of the process free meanwhile may hide a leak of a few objects
+    tries = (check_leaks_of_cases(kernel, kernel.op.cases[:8], "float32") for _ in range(4))
+    found = next((result for result in tries if not result.passed), None)
+    assert found is not None and found.kinds == ("leak",) and found.case == {"heads": 1, "table": "int64"}, str(found)
     sound = CATALOG["torch.mla_paged_matmul"]
     assert check_leaks_of_cases(sound, sound.op.cases[:8], "float32").passed
 

@@ -9,6 +9,7 @@ time is up. A call that does is judged as any other, with other seeds, sizes and
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 import warnings
@@ -25,9 +26,10 @@ from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ..cases.drawn_sizes import arguments_of_cases, consistent, counts_of
-from ..cases.generated import Case, case_key
+from ..cases.generated import HALVES, Case, case_key, relative_cost
 from ..cases.pairs import accepted_pool
 from ..certification.calls import passes_extra_check
+from ..certification.checks import LONG_HALF_FLOPS
 from ..certification.circumstances.call_circumstances import circumstances
 from ..certification.circumstances.grad_circumstances import RecordingGradients
 from ..certification.circumstances.value_circumstances import value_circumstances
@@ -153,8 +155,8 @@ class _Search:
             except StopIteration:
                 self.weights[kind] = 0
                 continue
-            if probe is not None and accepts(self.kernel, probe.case, probe.dtype, self.device,
-                                             self.seed):
+            if probe is not None and not _is_too_long(self.kernel.op, probe, self.device) and (
+                    accepts(self.kernel, probe.case, probe.dtype, self.device, self.seed)):
                 yield probe
 
     def _dtype(self) -> str:
@@ -273,6 +275,13 @@ def accepts(kernel: Kernel, case: Case, dtype: str, device: str, seed: int) -> b
         return False
 
 
+def _is_too_long(op: Op, probe: Probe, device: str) -> bool:
+    """Is it a large call in 16 bits on a CPU? One without products of these takes a thousand times
+    as long for it."""
+    return (device == "cpu" and probe.dtype in HALVES
+            and (relative_cost(op, probe.case) or math.inf) > LONG_HALF_FLOPS)
+
+
 def _runs_into_fault(kernel: Kernel, probe: Probe, tracer: Tracer, device: str, seed: int) -> bool:
     """Calls the kernel, whose code is traced. Does it raise, for a call that it accepts?"""
     op, circumstance = kernel.op, probe.circumstance
@@ -360,8 +369,9 @@ def _variations(kernel: Kernel, probe: Probe, limits: Sequence[int],
 def _judged(kernel: Kernel, probe: Probe, device: str, seed: int,
             seeds: int) -> Iterator[CaseResult]:
     op, circumstance = kernel.op, probe.circumstance
-    if not accepts(kernel, probe.case, probe.dtype, device, seed) or not _is_allowed(
-            op, probe, device, seed):
+    if (_is_too_long(op, probe, device)
+            or not accepts(kernel, probe.case, probe.dtype, device, seed)
+            or not _is_allowed(op, probe, device, seed)):
         return
     if probe.records and circumstance is AS_DECLARED:
         yield check_case(kernel, probe.case, probe.dtype, device, seed, RecordingGradients())

@@ -261,11 +261,12 @@ def _other_tensor(t: Tensor, rng: random.Random, numbers: Sequence[int]) -> Tens
                 other, other,
                 _rows(t, flat, rng), (places % (high - low + 1) + low).to(t.dtype),
                 flat[torch.randperm(n, generator=torch.Generator().manual_seed(rng.randrange(99)))],
-                _rows(t, flat, rng), flat.roll(1), _ends(flat, rng))
+                _rows(t, flat, rng), flat.roll(1), _ends(flat))
     return rng.choice(patterns).reshape(t.shape)
 
 
-def _ends(flat: Tensor, rng: random.Random) -> Tensor:
+def _ends(flat: Tensor) -> Tensor:
+    """Returns the numbers with the last one as the first."""
     changed = flat.clone()
     changed[-1] = changed[0]
     return changed

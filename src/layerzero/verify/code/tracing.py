@@ -111,7 +111,8 @@ class Tracer:
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
-        if sys.gettrace() is not None:         # a debugger's, or that of a coverage tool
+        # a debugger's, or that of a coverage tool
+        if sys.gettrace() is not None or threading.gettrace() is not None:
             yield
             return
         self.active = True

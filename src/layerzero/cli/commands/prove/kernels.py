@@ -106,7 +106,8 @@ def _verdict_text(v: Verdict, number: int, total: int) -> str:
         return "\n".join([f"{text}, worst {v.worst:.2f} of what is allowed",
                           *(f"      {line}" for line in lines)])
     if v.status == "unproven":
-        return "\n".join([f"{text}, UNPROVEN: no call reached {len(v.unrun)} parts of its code",
+        count = f"{len(v.unrun)} part{'s' * (len(v.unrun) > 1)}"
+        return "\n".join([f"{text}, UNPROVEN: no call reached {count} of its code",
                           *(f"      {part}" for part in v.unrun),
                           f"      what to do: {UNPROVEN_ADVICE}"])
     return "\n".join([f"{text}, {len(v.failures)} FAILED",
